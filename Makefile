@@ -1,0 +1,69 @@
+# Every target sets up what it needs by itself, given git, make and Python 3.11. `make` alone lists the targets.
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-fast lint bench crash docs clean
+
+BIN := .venv/bin
+EXTRAS ?= dev
+TEST_EXTRAS := dev hf lightning report
+PYTEST_ARGS ?=
+TRIALS ?= 200
+
+# One thread per process: OpenMP threads that spin for shared cores cost several times the work.
+export OMP_NUM_THREADS := 1
+export HF_HUB_OFFLINE := 1
+# Packages are compiled when they are first imported (scripts/setup_venv.py), which must then be kept.
+unexport PYTHONDONTWRITEBYTECODE
+
+# $(call setup,extras): find a Python 3.11 that can make virtual environments, and bring .venv up to date.
+define setup
+@for python in $(PYTHON) python3.11 /usr/bin/python3.11 python3; do \
+	if "$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
+		scripts/system-packages.sh $(1) && exec "$$python" scripts/setup_venv.py $(1); \
+	fi; \
+done; \
+echo "etude needs Python 3.11 with venv (Debian: apt-get install python3.11-venv); name one with: make PYTHON=path" >&2; \
+exit 1
+endef
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+		|| sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1: \2/p' $(MAKEFILE_LIST)
+
+setup:  ## Install into .venv at the versions of requirements.lock (EXTRAS="dev hf")
+	$(call setup,$(EXTRAS))
+
+quickstart:  ## Train a small policy and write its report
+	$(call setup,quickstart)
+	$(BIN)/etude train configs/digits.yaml run.name=quickstart
+	$(BIN)/etude report runs/quickstart
+
+test:  ## Lint, then run every test
+	$(call setup,$(TEST_EXTRAS))
+	@$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast:  ## Run the tests that take no time (under 3 minutes in all)
+	$(call setup,$(TEST_EXTRAS))
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+lint:  ## Check style and types
+	$(call setup,dev)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench:  ## Measure against a bare PyTorch loop and the peers, side by side
+	$(call setup,dev hf lightning)
+	$(BIN)/python -m benchmarks
+
+crash:  ## Kill training at 200 random instants and count the exact resumes
+	$(call setup,dev)
+	$(BIN)/python -m tests.crash --trials $(TRIALS)
+
+docs:  ## Build the documentation into site/
+	$(call setup,dev)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean:  ## Remove caches and built files; runs and .venv stay
+	rm -rf site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,40 @@
+"""Fill the reference pages from the source, so that help, schema and documentation are one text."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+_FIELDS = re.compile(r"^::: ([\w.]+):(\w+)$", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace `::: module:Class` by a table of its fields, and `::: exit-codes` by the errors and their codes."""
+    markdown = _FIELDS.sub(lambda match: _field_table(match.group(1), match.group(2)), markdown)
+    return markdown.replace("::: exit-codes", _exit_code_table()) if "::: exit-codes" in markdown else markdown
+
+
+def _field_table(module: str, name: str) -> str:
+    section = getattr(importlib.import_module(module), name)
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for key, field in section.model_fields.items():
+        kind = str(section.__annotations__[key]).replace("DurationField", "duration").replace("|", "\\|")
+        default = field.get_default(call_default_factory=True)
+        shown = "required" if default is PydanticUndefined else "null" if default is None else str(default)
+        meaning = (field.description or "").replace("\n", " ").replace("|", "\\|")
+        rows.append(f"| `{key}` | {kind} | {shown} | {meaning} |")
+    return "\n".join(rows)
+
+
+def _exit_code_table() -> str:
+    errors = importlib.import_module("etude.errors")
+    classes = [value for value in vars(errors).values() if inspect.isclass(value) and hasattr(value, "exit_code")]
+    rows = ["| code | error | when |", "|---|---|---|"]
+    for error in sorted(classes, key=lambda error: error.exit_code):
+        rows.append(f"| {error.exit_code} | `{error.__name__}` | {inspect.getdoc(error)} |")
+    rows.append("| 130, 143 | `Interrupted` | SIGINT or SIGTERM: the run was saved, and `etude resume` goes on. |")
+    return "\n".join(rows)

@@ -1,0 +1,53 @@
+"""What every test shares: one thread, no network, reproducible examples, and an environment for child processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Before torch is imported: spinning OpenMP threads cost several times the work on shared cores.
+_CHILD_SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "NO_COLOR": "1"}
+os.environ.update(_CHILD_SETTINGS)
+for name in ("COLUMNS", "FORCE_COLOR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+
+settings.register_profile("reproducible", deadline=None, derandomize=True, database=None)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "reproducible"))
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout, for tests that read configs, docs or source."""
+    return REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def no_secrets_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what a test registers as secret: another test's output is not to be starred out."""
+    monkeypatch.setattr("etude.secrets._spellings", ())
+
+
+@pytest.fixture
+def child_env(tmp_path: Path) -> dict[str, str]:
+    """The environment for child processes: one thread, no hub, warnings left to the child, a home of their own."""
+    return {**os.environ, **_CHILD_SETTINGS, "HOME": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(REPOSITORY / "tests" / "crash"):
+            item.add_marker(pytest.mark.crash)
+            item.add_marker(pytest.mark.slow)
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items:
+        import torch  # only where a test asks for it: collection stays fast
+
+        if not torch.cuda.is_available():
+            for item in gpu_items:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

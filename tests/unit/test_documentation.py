@@ -1,0 +1,29 @@
+"""What the documentation shows works: every Python block runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCKS = [
+    pytest.param(match.group(1), id=f"{page.relative_to(ROOT)}-{number}")
+    for page in PAGES
+    for number, match in enumerate(BLOCK.finditer(page.read_text(encoding="utf-8")), start=1)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", BLOCKS)
+def test_python_blocks_run(source: str, tmp_path: Path, child_env: dict[str, str]) -> None:
+    command = [sys.executable, "-W", "error", "-c", source]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=child_env, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
