@@ -1,0 +1,164 @@
+"""`TrainingConfiguration`: every knob of a run that is not the policy, the data, the algorithm or the engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+
+from etude.duration import Duration
+
+DurationField = Annotated[
+    Duration,
+    BeforeValidator(Duration.parse),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema({"type": ["integer", "string"], "examples": [500, "2 epochs", "30 min"]}),
+]
+Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt"]
+
+
+class Section(BaseModel):
+    """Base of every configuration section: frozen, unknown keys refused, help text under each field."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+class EarlyStopping(Section):
+    """Stop when a metric has not improved for a while."""
+
+    metric: str = "eval/loss"
+    """The metric to watch, by its name in metrics.jsonl."""
+    patience: int = Field(default=5, ge=1)
+    """Evaluations without improvement before stopping."""
+    mode: Literal["min", "max"] = "min"
+    """Whether smaller or larger is better."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """The least change that counts as an improvement."""
+
+
+class OptimizerConfiguration(Section):
+    """One named optimizer over the parameters whose names match."""
+
+    match: list[str] = Field(default=["*"], min_length=1)
+    """Parameter-name patterns (`encoder.*`); a parameter belongs to the first optimizer that matches."""
+    type: str = "adamw"
+    """Key in the optimizer registry: adam, adamw, sgd, rmsprop, adagrad, or any torch optimizer in lower case."""
+    lr: float = Field(default=1e-3, ge=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay of this optimizer."""
+    params: dict[str, Any] = {}
+    """Further arguments of the optimizer, such as betas or momentum."""
+    schedule: Schedule = "constant"
+    """Shape of the learning rate over the run."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up from zero."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where linear and cosine schedules end, relative to `lr`."""
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    """Largest gradient norm of these parameters; null does not clip."""
+
+
+class TrainingConfiguration(Section):
+    """Length, optimisation, cadence and safety of one training run."""
+
+    lr: float = Field(default=1e-3, ge=0)
+    """Peak learning rate."""
+    batch_size: int = Field(default=32, ge=1)
+    """Samples in one micro-batch of one rank; the global batch is this x accumulation x ranks."""
+    optimizer: str = "adamw"
+    """Key in the optimizer registry: adam, adamw, sgd, rmsprop, adagrad, or any torch optimizer in lower case."""
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    """Micro-batches per optimizer step."""
+    training_steps: int = Field(default=1000, ge=1)
+    """Optimizer steps to take, unless `duration` says otherwise."""
+    num_episodes_per_experience: int = Field(default=1, ge=1)
+    """Rollouts sampled per call of `experience()`, for trainers that collect their own data."""
+
+    duration: DurationField | None = None
+    """Length of the run in steps, epochs, tokens, env steps or time; replaces `training_steps`."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """The one root seed; every random stream is derived from it."""
+    device: str = "auto"
+    """auto, cpu, cuda, or cuda:N."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads per rank; null takes one for a small policy on a CPU, else what torch or OMP_NUM_THREADS says."""
+    num_workers: int = Field(default=0, ge=0)
+    """Data-loading processes per rank; 0 loads in the training process."""
+    shuffle: bool = True
+    """Draw training samples in a random order, anew each epoch."""
+
+    schedule: Schedule = "constant"
+    """Shape of the learning rate over the run."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up from zero."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where linear and cosine schedules end, relative to `lr`."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay."""
+    optimizer_params: dict[str, Any] = {}
+    """Further arguments of the optimizer, such as betas or momentum."""
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    """Largest gradient norm; null does not clip."""
+    optimizers: dict[str, OptimizerConfiguration] = {}
+    """Several named optimizers, each over the parameters it matches; replaces the single one above."""
+    freeze: list[str] = []
+    """Parameter-name patterns to keep fixed (`backbone.*`); their modules stay in eval mode."""
+    precision: Literal["float32", "float64", "bf16", "fp16"] = "float32"
+    """Arithmetic of the forward pass; weights stay float32 under bf16 and fp16."""
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Keep an exponential moving average of the weights with this decay; evaluation then uses it."""
+    compile: bool = False
+    """Compile the policy with torch.compile."""
+
+    log_every: DurationField = Duration(50)
+    """How often metrics are written."""
+    evaluate_every: DurationField | None = None
+    """How often to evaluate; null evaluates only at the end, if there is evaluation data."""
+    evaluate_batches: int | None = Field(default=None, ge=1)
+    """At most this many evaluation batches; null takes all."""
+    save_every: DurationField | None = None
+    """How often to save; null saves only at the end and when interrupted."""
+    keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints to keep."""
+    keep_best: int = Field(default=1, ge=0)
+    """Best checkpoints to keep beside them."""
+    best_metric: str = "eval/loss"
+    """The metric that ranks checkpoints."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether a smaller or a larger `best_metric` is better."""
+    early_stopping: EarlyStopping | None = None
+    """Stop before the end when a metric stalls."""
+
+    hang_timeout_s: float | None = Field(default=None, gt=0)
+    """Seconds without progress before a rank counts as hung; null takes 20 times the longest step, 10 to 600 s."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Subclasses may carry fields of their own, set after super().__init__(); declared fields stay frozen.
+        if type(self) is not TrainingConfiguration and name not in type(self).model_fields and name[0] != "_":
+            self.__dict__[name] = value
+            return
+        super().__setattr__(name, value)
+
+    @property
+    def length(self) -> Duration:
+        """The requested length of the run."""
+        return self.duration or Duration(self.training_steps)
+
+    def named_optimizers(self) -> dict[str, OptimizerConfiguration]:
+        """Return the optimizers by name: the ones listed, or the single one of the top-level fields as `policy`."""
+        if self.optimizers:
+            return self.optimizers
+        single = OptimizerConfiguration(
+            type=self.optimizer,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            params=self.optimizer_params,
+            schedule=self.schedule,
+            warmup_steps=self.warmup_steps,
+            min_lr_ratio=self.min_lr_ratio,
+            clip_norm=self.clip_norm,
+        )
+        return {"policy": single}

@@ -1,0 +1,70 @@
+"""Errors that users can act on: one sentence, one exit code per class of mistake.
+
+Everything the user can cause derives from `EtudeError`; the command line prints its message without a traceback.
+Anything else is our mistake and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import signal
+
+
+class EtudeError(Exception):
+    """Base of every error that a user can cause and mend."""
+
+    exit_code = 1
+
+
+class ConfigError(EtudeError, ValueError):
+    """A configuration file, override or parameter is wrong."""
+
+    exit_code = 2
+
+
+class RegistryError(ConfigError):
+    """A registry key is unknown, taken, or its class does not fit."""
+
+
+class DataError(EtudeError):
+    """Data is missing, malformed, or ended too early."""
+
+    exit_code = 3
+
+
+class CheckpointError(EtudeError):
+    """No usable checkpoint, or one that could not be written."""
+
+    exit_code = 4
+
+
+class NonFiniteError(EtudeError, ArithmeticError):
+    """A loss, gradient or reward is NaN or infinite; raised before the update."""
+
+    exit_code = 5
+
+
+class RankError(EtudeError):
+    """A rank of the group died or hangs."""
+
+    exit_code = 6
+
+
+class ShortRunError(EtudeError):
+    """Training ended before the requested length."""
+
+    exit_code = 7
+
+
+class MissingExtraError(EtudeError, ImportError):
+    """An optional package is needed and absent; the message names the extra to install."""
+
+    exit_code = 8
+
+
+class Interrupted(SystemExit):
+    """A signal asked to stop; the run was saved. Exits with 128 + signal number (130 or 143)."""
+
+    def __init__(self, signum: int, message: str = "") -> None:
+        super().__init__(128 + signum)
+        self.signum = signum
+        self.message = message or f"interrupted by {signal.Signals(signum).name}"

@@ -1,0 +1,126 @@
+"""The nouns as Protocols: what a class must offer to serve as one. Imports no torch.
+
+`Registry` checks classes against these at registration, so a plugin that does not fit fails at once and by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+    from etude.trainer import Trainer
+    from etude.types import DataSpec, Loss
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """What is trained: a torch module whose forward turns a batch into a dictionary with a loss."""
+
+    def forward(self, batch: Any) -> Any: ...
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the group a rank stands, and how a global batch is cut."""
+
+    seed: int = 0
+    rank: int = 0
+    world: int = 1
+    batch_size: int = 32
+    """Samples per micro-batch."""
+    accumulate: int = 1
+    """Micro-batches per optimizer step and rank."""
+    num_workers: int = 0
+    shuffle: bool = True
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self.batch_size * self.accumulate * self.world
+
+
+@runtime_checkable
+class Data(Protocol):
+    """Where batches come from, addressed by (seed, step): nothing to save but the step."""
+
+    @property
+    def spec(self) -> DataSpec | None:
+        """Names, shapes and statistics of the features, for policies that are built from them."""
+
+    def open(self, place: Place) -> None:
+        """Get ready to serve one rank; called once before `take`."""
+
+    def take(self, step: int) -> Sequence[Any]:
+        """Return this rank's micro-batches of one optimizer step."""
+
+    def ids(self, step: int) -> Sequence[Any]:
+        """Return the sample ids of each micro-batch of `take(step)`, for error messages."""
+
+    def epochs(self, step: int) -> float:
+        """Return how many epochs `step` optimizer steps amount to."""
+
+    def close(self) -> None:
+        """Release workers and files."""
+
+
+@runtime_checkable
+class Algorithm(Protocol):
+    """How a batch becomes a loss. May also offer `prepare(policy, batch)`, run without gradient before `loss`."""
+
+    def loss(self, policy: Any, batch: Any) -> Loss | Mapping[str, Any] | torch.Tensor: ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """How a loss becomes an update."""
+
+    def run(self, trainer: Trainer, resume: str | Path) -> Any:
+        """Train to the requested length and return a `Result`."""
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Where metrics go beside metrics.jsonl. May fail at will: training never stops because of it."""
+
+    def start(self, run_dir: Path, config: Mapping[str, Any], first_step: int) -> None:
+        """Begin (or go on, from `first_step`) logging a run."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one step."""
+
+    def close(self) -> None:
+        """Flush and end."""
+
+
+@runtime_checkable
+class TrainStep(Protocol):
+    """A trainer that brings its own update: made from (models, optimizers, loss, device)."""
+
+    def train_step(self, data: Any, **kwargs: Any) -> Mapping[str, Any]: ...
+
+
+@runtime_checkable
+class DatasetFactory(Protocol):
+    """Builds `{"dataset": Dataset, "norm_stats": dict}` (the second key optional)."""
+
+    def build(self, opt_params: Mapping[str, Any], params: Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+
+@runtime_checkable
+class OptimizerFactory(Protocol):
+    """Builds a torch optimizer over parameters."""
+
+    def build(self, params: Iterable[Any]) -> torch.optim.Optimizer: ...
+
+
+@runtime_checkable
+class LossFactory(Protocol):
+    """Builds a loss module."""
+
+    def build(self) -> torch.nn.Module: ...
