@@ -1,0 +1,180 @@
+"""Build what a configuration describes: the trainer with its policy, data, algorithm, engine, loggers and callbacks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.config.load import Loaded
+from etude.config.schema import Component
+from etude.errors import ConfigError, EtudeError
+from etude.registry import REGISTRIES, is_dataset_factory, is_train_step
+from etude.secrets import redact
+
+if TYPE_CHECKING:
+    from etude.runs.directory import Run
+    from etude.trainer import Trainer
+
+
+def build(loaded: Loaded, *, run: str | Path | Run | None = None) -> Trainer:
+    """Build the trainer that a configuration describes; `fit()` starts it.
+
+    Args:
+        loaded: What `load` returned.
+        run: Directory or name of the run; None takes `run.root/run.name`, or makes a new one if it has no name.
+    """
+    config = loaded.config
+    if run is None and config.run.name is not None:
+        run = Path(config.run.root) / config.run.name
+    maker = _Maker(loaded, run)
+    trainer_type, extra = maker.trainer_type()
+    with _seeded(config.training.seed):
+        policy = maker.make("policies", config.policy, "policy")
+        data = maker.data(config.data, "data")
+        eval_data = None if config.eval_data is None else maker.data(config.eval_data, "eval_data")
+        algorithm = None if config.algorithm is None else maker.make("algorithms", config.algorithm, "algorithm")
+        callbacks = maker.make_all("callbacks", config.callbacks)
+    arguments: dict[str, Any] = {
+        "engine": maker.make("engines", config.engine, "engine"),
+        "config": config.training,
+        "run": run,
+        "run_root": config.run.root,
+        "callbacks": callbacks,
+        "loggers": maker.make_all("loggers", config.loggers),
+        "eval_data": eval_data,
+        "name": config.run.name,
+        "run_config": loaded.stored(),
+    }
+    trainer: Trainer = maker.call(lambda: trainer_type(policy, data, algorithm, **arguments, **extra), "trainer")
+    return trainer
+
+
+class _seeded:
+    """Context in which random numbers follow from the training seed; the generators come back as they were.
+
+    A policy that makes its weights when it is constructed must get the same ones on every rank and in every run.
+    """
+
+    def __init__(self, seed: int) -> None:
+        from etude.rng import STREAM_INIT, fold, generators_kept
+
+        self._key = fold(seed, STREAM_INIT, 1)
+        self._kept = generators_kept()
+
+    def __enter__(self) -> None:
+        from etude.rng import seed_everything
+
+        self._kept.__enter__()
+        seed_everything(self._key)
+
+    def __exit__(self, *error: object) -> None:
+        self._kept.__exit__(*error)
+
+
+class _Maker:
+    """Makes components, and says which part of which file is to blame when one refuses its parameters."""
+
+    def __init__(self, loaded: Loaded, run: Any) -> None:
+        self.loaded = loaded
+        self.run = run
+
+    def make(self, kind: str, component: Component, path: str) -> Any:
+        """Construct one component with its parameters."""
+        constructor = REGISTRIES[kind].get(component.type)
+        return self.call(lambda: constructor(**component.params), path)
+
+    def make_all(self, kind: str, components: list[Component]) -> list[Any]:
+        """Construct the components of a list."""
+        return [self.make(kind, component, f"{kind}.{index}") for index, component in enumerate(components)]
+
+    def call(self, make: Callable[[], Any], path: str) -> Any:
+        """Call a constructor; a value that it refuses is a mistake of the configuration."""
+        try:
+            return make()
+        except EtudeError:
+            raise
+        except ValueError as error:
+            raise ConfigError(redact(f"{self.loaded.origin(path)}: {path}: {error}")) from error
+
+    def data(self, component: Component, path: str) -> Any:
+        """Construct data, or ask a dataset factory for it."""
+        constructor = REGISTRIES["data"].get(component.type)
+        if not is_dataset_factory(constructor):
+            return self.make("data", component, path)
+        params = ReadOnce(component.params)
+        built = self.call(lambda: constructor().build(self._options(), params), path)
+        if not isinstance(built, Mapping) or "dataset" not in built:
+            raise ConfigError(
+                f"{self.loaded.origin(path)}: {path}: build() of {component.type!r} must return {{'dataset': ...}}"
+            )
+        self._refuse_unread(params, path, component.type)
+        dataset = built["dataset"]
+        if built.get("norm_stats") is not None and not hasattr(dataset, "norm_stats"):
+            dataset.norm_stats = built["norm_stats"]
+        return dataset
+
+    def _refuse_unread(self, params: ReadOnce, path: str, key: str) -> None:
+        unread = [f"{path}.params.{name}" for name in params if name not in params.seen]
+        if unread:
+            lines = [f"{self.loaded.origin(name)}: {name}: unknown key; {key!r} does not read it" for name in unread]
+            raise ConfigError("\n".join(lines))
+
+    def _options(self) -> dict[str, Any]:
+        directory = getattr(self.run, "dir", self.run)
+        return {
+            "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+            "dist_enabled": int(os.environ.get("WORLD_SIZE", "1")) > 1,
+            "save_dir": str(directory if directory is not None else self.loaded.config.run.root),
+        }
+
+    def trainer_type(self) -> tuple[Callable[..., Trainer], dict[str, Any]]:
+        """Return the trainer class and the parameters that are its own."""
+        component = self.loaded.config.trainer or Component(type="trainer")
+        constructor = REGISTRIES["trainers"].get(component.type)
+        if not is_train_step(constructor):
+            return constructor, component.params
+        from etude.trainer import wrap_train_step
+
+        return wrap_train_step(constructor, component.params), {}
+
+
+class ReadOnce(dict[str, Any]):
+    """Parameters that remember which of them were read, so that none is dropped in silence."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.seen: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a parameter, or the default."""
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Remove and return a parameter."""
+        self.seen.add(key)
+        return super().pop(key, *default)
+
+    def __iter__(self) -> Iterator[str]:  # makes `**params` ask for each value
+        return super().__iter__()
+
+    def values(self) -> Any:
+        """Return the values; all of them count as read."""
+        self.seen.update(self)
+        return super().values()
+
+    def items(self) -> Any:
+        """Return the pairs; all of them count as read."""
+        self.seen.update(self)
+        return super().items()
+
+    def copy(self) -> dict[str, Any]:
+        """Return a plain copy; all parameters count as read."""
+        self.seen.update(self)
+        return dict(super().items())

@@ -1,0 +1,93 @@
+"""What a configuration file may say: `ExperimentConfig`. Its JSON schema is `ExperimentConfig.model_json_schema()`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from etude.config.training import Section, TrainingConfiguration
+from etude.secrets import redact
+
+SCHEMA_VERSION = 1
+
+
+def _empty_mapping(value: Any) -> Any:
+    # `params:` with nothing below it is null in YAML.
+    return {} if value is None else value
+
+
+def _empty_list(value: Any) -> Any:
+    return [] if value is None else value
+
+
+class Guarded(Section):
+    """A section that may hold secrets: how it prints does not give them away."""
+
+    def __repr__(self) -> str:
+        return redact(super().__repr__())
+
+    def __str__(self) -> str:
+        return redact(super().__str__())
+
+
+class Component(Guarded):
+    """A part by its registry key, with parameters; a bare key is enough where there are none."""
+
+    type: str = Field(min_length=1)
+    """Key in the registry of its kind; `etude list` shows them."""
+    params: Annotated[dict[str, Any], BeforeValidator(_empty_mapping)] = {}
+    """Parameters of the component; `etude list KIND KEY` shows them."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        mapping = handler(core)
+        mapping = handler.resolve_ref_schema(mapping)
+        return {"anyOf": [{"type": "string", "description": "The key alone, without parameters."}, mapping]}
+
+
+def _from_key(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
+AnyComponent = Annotated[Component, BeforeValidator(_from_key)]
+
+
+class RunConfig(Guarded):
+    """Where a run is kept."""
+
+    name: str | None = Field(default=None, min_length=1)
+    """Directory of the run under `root`; a run of that name goes on where it stopped. Null makes a new one."""
+    root: str = Field(default="runs", min_length=1)
+    """The directory that holds the runs."""
+
+
+class ExperimentConfig(Guarded):
+    """One experiment: what is trained, on what, how, and what is left behind."""
+
+    schema_version: Literal[1] = 1
+    """Version of this schema."""
+    plugins: Annotated[list[str], BeforeValidator(_empty_list)] = []
+    """Modules, or Python files relative to this file, that register further components."""
+    policy: AnyComponent
+    """What is trained."""
+    data: AnyComponent
+    """Where batches come from."""
+    eval_data: AnyComponent | None = None
+    """What evaluation measures the loss on."""
+    algorithm: AnyComponent | None = None
+    """How a batch becomes a loss; null asks the policy."""
+    trainer: AnyComponent | None = None
+    """The trainer class; null takes `etude.Trainer`."""
+    engine: AnyComponent = Component(type="torch")
+    """How a loss becomes an update."""
+    training: Annotated[TrainingConfiguration, BeforeValidator(_empty_mapping)] = TrainingConfiguration()
+    """Length, optimisation, cadence and safety."""
+    run: Annotated[RunConfig, BeforeValidator(_empty_mapping)] = RunConfig()
+    """Where the run is kept."""
+    loggers: Annotated[list[AnyComponent], BeforeValidator(_empty_list)] = [Component(type="tensorboard")]
+    """Where metrics go beside metrics.jsonl."""
+    callbacks: Annotated[list[AnyComponent], BeforeValidator(_empty_list)] = []
+    """What else happens around the loop."""

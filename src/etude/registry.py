@@ -1,0 +1,453 @@
+"""One `Registry` class, the named registries, and the plugins that fill them. Imports no torch.
+
+A registry maps keys to classes (or functions) that fit what it is a registry of. Built-in components are named as
+`module:attribute` and imported when they are used; a plugin registers its own:
+
+    from etude.registry import POLICY_REGISTRY
+
+    @POLICY_REGISTRY.register("my_policy")
+    class MyPolicy(nn.Module): ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from etude import protocols
+from etude.errors import RegistryError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from etude.signatures import Parameter, Signature
+
+T = TypeVar("T")
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Lazy:
+    """A component that is imported when it is first used."""
+
+    target: str
+    """`module:attribute`."""
+    args: tuple[Any, ...] = ()
+    """Leading arguments, for a class that serves several keys."""
+    signature: str = ""
+    """Where to read the parameters (`module:attribute`), if not from the target itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What `etude list` says about one component."""
+
+    key: str
+    summary: str
+    parameters: tuple[Parameter, ...]
+    module: str
+    """Where the component lives."""
+
+
+class Registry(Generic[T]):
+    """Components of one kind by key; refuses what does not fit and what is already taken."""
+
+    def __init__(
+        self,
+        name: str,
+        protocols: tuple[type | str, ...] = (),
+        builtins: Mapping[str, str | Lazy] | None = None,
+        entry_point_group: str | None = None,
+        *,
+        noun: str | None = None,
+        supplied: Iterable[str] = (),
+        functions: bool = True,
+    ) -> None:
+        """Make a registry.
+
+        Args:
+            name: The plural that `etude list` knows it by.
+            protocols: What a class must offer, any one of: a Protocol, or member names separated by spaces.
+            builtins: Components to import on first use.
+            entry_point_group: The group of Python entry points to read; `etude.<name>` unless given.
+            noun: One component, for error messages.
+            supplied: Parameters that the framework passes itself and a configuration may not.
+            functions: Whether a function that returns such a component will do.
+        """
+        self.name = name
+        self.noun = noun or name.removesuffix("s")
+        self.entry_point_group = entry_point_group or f"etude.{name}"
+        self.supplied = frozenset(supplied)
+        self._protocols = protocols
+        self._functions = functions
+        self._signatures: dict[str, tuple[Any, Signature]] = {}
+        self._entries: dict[str, Any] = {
+            key: Lazy(target) if isinstance(target, str) else target for key, target in (builtins or {}).items()
+        }
+
+    # ---- filling -----------------------------------------------------------------------------------------------------
+
+    def register(self, key: str | None = None) -> Callable[[C], C]:
+        """Return a decorator that adds a class or function under `key`, or under its own name."""
+        if callable(key):
+            raise RegistryError(f"the {self.noun} registry is used as @registry.register('key'), with parentheses")
+
+        def decorate(component: C) -> C:
+            self.add(key or component.__name__, component)
+            return component
+
+        return decorate
+
+    def add(self, key: str, component: Callable[..., T] | Lazy | EntryPoint) -> None:
+        """Add a component; refuse a key that is taken and a class that does not fit."""
+        if not key:
+            raise RegistryError(f"a {self.noun} needs a name, got {key!r}")
+        present = self._entries.get(key)
+        if present is not None:
+            if present is component or _same_definition(present, component):
+                return
+            raise RegistryError(
+                f"{self.noun} {key!r} of {_home(component)} is already registered by {_home(present)}; "
+                "choose another key"
+            )
+        if not _is_deferred(component):
+            self._require_fit(key, component)
+        self._entries[key] = component
+
+    def _require_fit(self, key: str, component: Any) -> None:
+        if not callable(component):
+            raise RegistryError(f"{self.noun} {key!r} must be a class or a function, got {type(component).__name__}")
+        if isinstance(component, partial):
+            component = component.func
+        if not inspect.isclass(component):
+            if self._functions:
+                return
+            raise RegistryError(f"{self.noun} {key!r} must be a class; {_home(component)} is a function")
+        lacks = [_lacks(component, protocol) for protocol in self._protocols]
+        if lacks and all(lacks):
+            wanted = " or ".join(dict.fromkeys(" and ".join(missing) for missing in lacks))
+            raise RegistryError(f"{self.noun} {key!r}: {_home(component)} does not fit; it lacks {wanted}")
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> Callable[..., T]:
+        """Return the class or function under `key`, importing it if need be."""
+        entry = self._entry(key)
+        if not _is_deferred(entry):
+            return entry  # type: ignore[no-any-return]
+        component: Callable[..., T] = _resolve(entry, f"{self.noun} {key!r}")
+        self._require_fit(key, component)
+        self._entries[key] = component
+        return component
+
+    def loaded(self, key: str) -> Callable[..., T] | None:
+        """Return the component if it is at hand without importing anything."""
+        entry = self._entry(key)
+        return None if _is_deferred(entry) else entry
+
+    def _entry(self, key: str) -> Any:
+        if key not in self._entries:
+            load_entry_points()
+        if key not in self._entries:
+            near = did_you_mean(key, self._entries)
+            known = ", ".join(self.keys()) or "none"
+            raise RegistryError(f"unknown {self.noun} {key!r}{near + ' Known' if near else '; known'}: {known}")
+        return self._entries[key]
+
+    def keys(self) -> list[str]:
+        """Return every key, in order, entry points included."""
+        load_entry_points()
+        return sorted(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        if key not in self._entries:
+            load_entry_points()
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __repr__(self) -> str:
+        return f"Registry({self.name}: {', '.join(sorted(self._entries))})"
+
+    # ---- telling -----------------------------------------------------------------------------------------------------
+
+    def signature(self, key: str) -> Signature:
+        """Return the parameters a configuration may give; reads the source of what is not imported yet."""
+        from etude.signatures import read_runtime, read_static
+
+        entry = self._entry(key)
+        known = self._signatures.get(key)
+        if known is not None and known[0] is entry:
+            return known[1]
+        found = read_static(entry.signature or entry.target) if isinstance(entry, Lazy) else None
+        if found is None:
+            found, entry = read_runtime(self.get(key)), self._entries[key]
+        signature = found.without(self.supplied)
+        self._signatures[key] = entry, signature
+        return signature
+
+    def describe(self, key: str) -> Description:
+        """Return what there is to know about a component: its summary and its parameters."""
+        signature = self.signature(key)
+        return Description(key, signature.summary, signature.parameters, _home(self._entry(key)))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the nearest known word, or nothing."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _is_deferred(entry: Any) -> bool:
+    # An entry point is known by its shape, so that importlib.metadata is imported only where it is read.
+    return isinstance(entry, Lazy) or (hasattr(entry, "load") and hasattr(entry, "group") and hasattr(entry, "dist"))
+
+
+def _resolve(entry: Any, what: str) -> Any:
+    target = entry.target if isinstance(entry, Lazy) else entry.value
+    module, _, attribute = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise RegistryError(f"{what} cannot be imported from {target}: {error}") from error
+    return partial(found, *entry.args) if isinstance(entry, Lazy) and entry.args else found
+
+
+def _home(component: Any) -> str:
+    if isinstance(component, Lazy):
+        return component.target
+    if _is_deferred(component):
+        return f"{component.value} (entry point of {component.dist.name if component.dist else 'an unknown package'})"
+    if isinstance(component, partial):
+        component = component.func
+    return f"{component.__module__}:{component.__qualname__}"
+
+
+def _same_definition(one: Any, other: Any) -> bool:
+    """Tell whether two components are one definition, imported under two module names."""
+    if isinstance(one, Lazy) and not one.args:
+        return bool(_home(other) == one.target)
+    homes = []
+    for component in (one, other):
+        module = sys.modules.get(getattr(component, "__module__", ""))
+        file = getattr(module, "__file__", None)
+        homes.append(file and (os.path.realpath(file), component.__qualname__, component.__module__))
+    first, second = homes
+    return bool(first and second and first[:2] == second[:2] and first[2] != second[2])
+
+
+def _lacks(component: type, protocol: type | str) -> list[str]:
+    """Name what a class lacks of a protocol; for `build` methods the arguments must fit too."""
+    names = protocol.split() if isinstance(protocol, str) else _members(protocol)
+    missing = [f"{name}()" for name in names if not _has(component, name)]
+    if missing or isinstance(protocol, str) or names != ["build"]:
+        return missing
+    # Factories of all kinds are called `build`: only its arguments tell a dataset factory from an optimizer factory.
+    wanted = [p for p in inspect.signature(vars(protocol)["build"]).parameters if p != "self"]
+    try:
+        inspect.signature(component.build).bind(None, *wanted)  # type: ignore[attr-defined]
+    except TypeError:
+        return [f"build({', '.join(wanted)})"]
+    except ValueError:  # written in C: it cannot be asked
+        return []
+    return []
+
+
+def _members(protocol: type) -> list[str]:
+    return [name for name, value in vars(protocol).items() if inspect.isfunction(value) and name[0] != "_"]
+
+
+def _has(component: type, name: str) -> bool:
+    member = getattr(component, name, None)
+    # torch.nn.Module has a `forward` that only raises.
+    return callable(member) and getattr(member, "__name__", "") != "_forward_unimplemented"
+
+
+# ---- the named registries --------------------------------------------------------------------------------------------
+
+_TRAINER_ARGUMENTS = (
+    "policy", "data", "algorithm", "engine", "config", "run", "callbacks", "loggers", "eval_data", "run_config", "name",
+    "run_root",
+)  # fmt: skip
+_TRAIN_STEP_ARGUMENTS = ("models", "optimizers", "loss", "device")
+_HOOKS = ("on_fit_start", "on_step_end", "on_log", "on_evaluate_end", "on_save", "on_fit_end", "on_exception")
+_TORCH_OPTIMIZERS = {
+    "adadelta": "adadelta:Adadelta", "adafactor": "_adafactor:Adafactor", "adagrad": "adagrad:Adagrad",
+    "adam": "adam:Adam", "adamax": "adamax:Adamax", "adamw": "adamw:AdamW", "asgd": "asgd:ASGD",
+    "muon": "_muon:Muon", "nadam": "nadam:NAdam", "radam": "radam:RAdam", "rmsprop": "rmsprop:RMSprop",
+    "rprop": "rprop:Rprop", "sgd": "sgd:SGD", "sparseadam": "sparse_adam:SparseAdam",
+}  # fmt: skip
+
+POLICY_REGISTRY: Registry[protocols.Policy] = Registry(
+    "policies", (protocols.Policy,), {"mlp": "etude.policies.mlp:MLP"}, noun="policy"
+)
+DATASET_BUILDER_REGISTRY: Registry[Any] = Registry(
+    "data",
+    (protocols.DatasetFactory, "take", "__getitem__ __len__", "__iter__"),
+    {"digits": "etude.data.digits:Digits"},
+    noun="data",
+)
+ALGORITHM_REGISTRY: Registry[protocols.Algorithm] = Registry(
+    "algorithms", (protocols.Algorithm,), {"bc": "etude.algorithms.bc:BehaviorCloning"}, noun="algorithm"
+)
+ENGINE_REGISTRY: Registry[protocols.Engine] = Registry(
+    "engines", (protocols.Engine,), {"torch": "etude.engines.torch:TorchEngine"}, noun="engine", functions=False
+)
+TRAINER_REGISTRY: Registry[Any] = Registry(
+    "trainers",
+    ("fit compute_loss", protocols.TrainStep),
+    {"trainer": "etude.trainer:Trainer"},
+    noun="trainer",
+    supplied=(*_TRAINER_ARGUMENTS, *_TRAIN_STEP_ARGUMENTS),
+    functions=False,
+)
+LOGGER_REGISTRY: Registry[protocols.Logger] = Registry(
+    "loggers",
+    (protocols.Logger,),
+    {
+        "tensorboard": "etude.runs.loggers:TensorBoardLogger",
+        "wandb": "etude.runs.loggers:WandbLogger",
+        "mlflow": "etude.runs.loggers:MlflowLogger",
+        "trackio": "etude.runs.loggers:TrackioLogger",
+    },
+    noun="logger",
+)
+CALLBACK_REGISTRY: Registry[Any] = Registry("callbacks", _HOOKS, {}, noun="callback")
+OPTIMIZER_BUILDER_REGISTRY: Registry[protocols.OptimizerFactory] = Registry(
+    "optimizers",
+    (protocols.OptimizerFactory,),
+    {
+        key: Lazy("etude.engines.optimizers:TorchOptimizer", (key,), f"torch.optim.{where}")
+        for key, where in _TORCH_OPTIMIZERS.items()
+    },
+    noun="optimizer",
+    supplied=("params", "lr", "weight_decay"),
+    functions=False,
+)
+LOSS_BUILDER_REGISTRY: Registry[protocols.LossFactory] = Registry(
+    "losses", (protocols.LossFactory,), {}, noun="loss", functions=False
+)
+
+REGISTRIES: dict[str, Registry[Any]] = {
+    registry.name: registry
+    for registry in (
+        POLICY_REGISTRY, DATASET_BUILDER_REGISTRY, ALGORITHM_REGISTRY, ENGINE_REGISTRY, TRAINER_REGISTRY,
+        OPTIMIZER_BUILDER_REGISTRY, LOSS_BUILDER_REGISTRY, LOGGER_REGISTRY, CALLBACK_REGISTRY,
+    )
+}  # fmt: skip
+
+
+def is_dataset_factory(component: Any) -> bool:
+    """Tell whether a component of the data registry builds data rather than being data."""
+    is_data = any(_has(component, name) for name in ("take", "__getitem__", "__iter__"))
+    return hasattr(component, "build") and not is_data
+
+
+def is_train_step(component: Any) -> bool:
+    """Tell whether a component of the trainer registry brings its own update and no `fit`."""
+    return hasattr(component, "train_step") and not hasattr(component, "fit")
+
+
+# ---- plugins and entry points ----------------------------------------------------------------------------------------
+
+_PLUGIN_FILES: dict[str, str] = {}
+"""Real path of every plugin that was loaded -> the name of its module."""
+_entry_points_read = False
+
+
+def is_plugin_file(plugin: str) -> bool:
+    """Tell whether a plugin is named as a file rather than as a module."""
+    return plugin.endswith(".py") or "/" in plugin or os.sep in plugin
+
+
+def load_plugins(modules: Iterable[str]) -> None:
+    """Import each plugin once, by module name or by the path of a Python file; its components register themselves."""
+    for plugin in modules:
+        before = {name: dict(registry._entries) for name, registry in REGISTRIES.items()}
+        try:
+            _load_file(plugin) if is_plugin_file(plugin) else _load_module(plugin)
+        # A plugin is the user's code and may raise anything: the error must name the plugin, and what it had
+        # registered before must not stand in the way of the next attempt.
+        except (Exception, SystemExit) as error:
+            for name, registry in REGISTRIES.items():
+                registry._entries = before[name]
+            if isinstance(error, RegistryError):
+                raise RegistryError(f"plugin {plugin!r}: {error}") from error
+            raise RegistryError(f"plugin {plugin!r} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _load_module(name: str) -> None:
+    if name in sys.modules:
+        return
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None and os.getcwd() not in sys.path and "" not in sys.path:
+        # `python -m` looks in the working directory, an installed command does not: plugins are found either way.
+        sys.path.append(os.getcwd())
+        importlib.invalidate_caches()
+        spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"no module named {name!r} in the environment or the working directory")
+    if spec.origin and os.path.realpath(spec.origin) in _PLUGIN_FILES:
+        return
+    importlib.import_module(name)
+    if spec.origin:
+        _PLUGIN_FILES[os.path.realpath(spec.origin)] = name
+
+
+def _load_file(path: str) -> None:
+    real = os.path.realpath(os.path.expanduser(path))
+    if real in _PLUGIN_FILES:
+        return
+    if not os.path.isfile(real):
+        raise FileNotFoundError("no such file")
+    for module in list(sys.modules.values()):
+        if os.path.realpath(getattr(module, "__file__", None) or "") == real:
+            _PLUGIN_FILES[real] = module.__name__
+            return
+    name = "etude_plugin_" + os.path.splitext(os.path.basename(real))[0]
+    while name in sys.modules:
+        name += "_"
+    spec = importlib.util.spec_from_file_location(name, real)
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and type hints look their module up while it is being imported
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _PLUGIN_FILES[real] = name
+
+
+def load_entry_points() -> None:
+    """Read the entry points of installed packages, once: `etude.<registry>` components and `etude.plugins` modules."""
+    global _entry_points_read
+    if _entry_points_read:
+        return
+    _entry_points_read = True
+    from importlib.metadata import entry_points
+
+    every = entry_points()
+    for registry in REGISTRIES.values():
+        for point in every.select(group=registry.entry_point_group):
+            registry.add(point.name, point)
+    load_plugins(point.value for point in every.select(group="etude.plugins"))

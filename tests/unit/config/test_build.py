@@ -1,0 +1,180 @@
+"""From configuration to objects: every component gets its parameters, and the trainer all of them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etude.config.build import build
+from etude.config.load import Loaded, load
+from etude.errors import ConfigError
+from etude.trainer import Trainer
+
+Config = Callable[..., Loaded]
+
+PLUGIN = '''
+import torch
+from torch import nn
+
+from etude import registry
+from etude.trainer import Trainer
+
+
+@registry.POLICY_REGISTRY.register("eager")
+class Eager(nn.Module):
+    """A policy that makes its weights at once."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        if width > 100:
+            raise ValueError("width is too large")
+        self.layer = nn.Linear(2, width)
+
+    def forward(self, batch):
+        return {"loss": self.layer(batch["x"]).square().mean()}
+
+
+@registry.DATASET_BUILDER_REGISTRY.register("made")
+class Made:
+    def build(self, opt_params, params):
+        self.last = (opt_params, params)
+        Made.seen = dict(opt_params)
+        rows = [{"x": torch.full((2,), float(i))} for i in range(params["count"])]
+        if params.get("split") == "broken":
+            return rows
+        return {"dataset": Rows(rows), "norm_stats": {"mean": 1.0}}
+
+
+class Rows(list):
+    pass
+
+
+@registry.DATASET_BUILDER_REGISTRY.register("unpacked")
+class Unpacked:
+    def build(self, opt_params, params):
+        return {"dataset": (lambda count, scale=1: [{"x": torch.zeros(2)}] * count)(**params)}
+
+
+@registry.TRAINER_REGISTRY.register("own")
+class Own(Trainer):
+    def __init__(self, *args, smoothing: float = 0.1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.smoothing = smoothing
+
+
+@registry.TRAINER_REGISTRY.register("stepper")
+class Stepper:
+    def __init__(self, models, optimizers, loss, device, momentum: float = 0.0): ...
+    def train_step(self, data, **kwargs): ...
+
+
+@registry.ALGORITHM_REGISTRY.register("squares")
+class Squares:
+    def __init__(self, power: int = 2): self.power = power
+    def loss(self, policy, batch): ...
+'''
+BASE = """\
+plugins: [components.py, parts.py]
+policy: {type: eager, params: {width: 5}}
+data: {type: made, params: {count: 8}}
+eval_data: {type: made, params: {count: 2, split: validation}}
+engine: {type: stub, params: {strategy: x}}
+loggers: [{type: sink, params: {project: q}}]
+callbacks: [{type: beep, params: {times: 2}}]
+training: {seed: 3, lr: 1e-4}
+"""
+
+
+@pytest.fixture
+def built(config: Config, folder: Path) -> Callable[..., Any]:
+    (folder / "parts.py").write_text(PLUGIN)
+
+    def make(more: str = "", *overrides: str, run: Any = None) -> Any:
+        return build(config(more, *overrides, base=BASE), run=run)
+
+    return make
+
+
+def test_components_get_their_parameters(built: Callable[..., Any]) -> None:
+    trainer = built("algorithm: {type: squares, params: {power: 3}}\n")
+    assert type(trainer) is Trainer
+    assert trainer.policy.layer.out_features == 5
+    assert trainer.algorithm.power == 3
+    assert trainer.engine.strategy == "x"
+    assert trainer.callbacks[0].__class__.__name__ == "Beep"
+    assert trainer._loggers[0].project == "q"
+    assert trainer.config.lr == 1e-4
+    assert trainer.eval_data.norm_stats == {"mean": 1.0}
+
+
+def test_the_stored_configuration_is_handed_to_the_trainer(built: Callable[..., Any], folder: Path) -> None:
+    trainer = built("run: {name: fine, root: kept}\n")
+    described = dict(trainer.describe())
+    assert described["training"]["lr"] == 1e-4
+    assert described["run"] == {"name": "fine", "root": "kept"}
+    assert trainer.run_request == Path("kept/fine")
+    (folder / "again.yaml").write_text(json.dumps(described))
+    assert load("again.yaml").stored() == described
+
+
+def test_weights_made_at_once_follow_from_the_seed(built: Callable[..., Any]) -> None:
+    torch.manual_seed(1)
+    first = built().policy.layer.weight
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), drawn)  # building leaves the user's generator alone
+    assert torch.equal(built().policy.layer.weight, first)
+    assert not torch.equal(built("", "training.seed=4").policy.layer.weight, first)
+
+
+def test_dataset_factories_are_told_where_they_run(built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from etude.registry import DATASET_BUILDER_REGISTRY
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    built(run="somewhere")
+    made: Any = DATASET_BUILDER_REGISTRY.get("made")
+    assert made.seen == {"local_rank": 1, "dist_enabled": True, "save_dir": "somewhere"}
+
+
+def test_parameters_that_a_factory_does_not_read_are_refused(built: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        built("", "data.params.cuont=9")
+    assert str(caught.value).startswith("override 'data.params.cuont=9': data.params.cuont: unknown key; 'made' does not")
+    assert built("", "data={type: unpacked, params: {count: 3, scale: 2}}").data is not None
+
+
+def test_a_factory_must_return_a_dataset(built: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"x.yaml:3:1: data: build\(\) of 'made' must return \{'dataset': ...\}"):
+        built("", "data.params.split=broken")
+
+
+def test_a_value_that_a_component_refuses_is_told_with_its_place(built: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^x.yaml:2:1: policy: width is too large$"):
+        built("", "policy.params.width=101")
+
+
+def test_a_trainer_class_of_ones_own_gets_its_own_parameters(built: Callable[..., Any]) -> None:
+    assert built("trainer: {type: own, params: {smoothing: 0.5}}\n").smoothing == 0.5
+    with pytest.raises(ConfigError, match=r"trainer.params.smothing: unknown key; did you mean 'smoothing'\?"):
+        built("trainer: {type: own, params: {smothing: 0.5}}\n")
+    with pytest.raises(ConfigError, match=r"trainer.params.lr: unknown key"):
+        built("trainer: {type: own, params: {lr: 0.5}}\n")
+
+
+def test_a_trainer_with_its_own_step_is_wrapped(built: Callable[..., Any]) -> None:
+    trainer = built("trainer: {type: stepper, params: {momentum: 0.5}}\n")
+    assert isinstance(trainer, Trainer)
+    assert hasattr(trainer, "train_step")
+    with pytest.raises(ConfigError, match=r"trainer.params.models: is passed by the framework"):
+        built("trainer: {type: stepper, params: {models: 3}}\n")
+
+
+def test_the_first_experiment_can_be_built(repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = build(load(repository / "configs" / "digits.yaml"))
+    assert len(trainer._loggers or ()) == 1
+    assert not list(tmp_path.iterdir())  # nothing is written before fit
