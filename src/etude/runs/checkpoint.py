@@ -1,0 +1,393 @@
+"""Checkpoints that are whole or absent: staged by one memory copy, written aside, verified, then renamed once.
+
+A store directory holds `step-00000010/` directories (safetensors and JSON only) and the links `last` and `best`.
+The links are for people; loading looks at the directories and their manifests, so a crash between the rename and
+the link loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from etude.errors import CheckpointError
+from etude.runs import durable
+from etude.runs.manifest import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    STEP_NAME,
+    DamagedCheckpointError,
+    Manifest,
+    read_manifest,
+    verify,
+)
+from etude.runs.tensor_file import StagedFile, copy_all, read_tensor_file
+from etude.runs.tree import join_tensors, split_tensors
+
+__all__ = ["MIGRATIONS", "SCHEMA_VERSION", "Checkpoint", "CheckpointStore", "read_checkpoint"]
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""By the schema version they start from: functions that bring a loaded tree one version up."""
+
+_STATE_NAME = "state.json"
+_KEY = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in memory, every byte of it verified."""
+
+    step: int
+    tree: dict[str, Any]
+    path: Path
+    metric: float | None
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One save, staged: nothing in it changes when training goes on."""
+
+    step: int
+    metric: float | None
+    info: Any
+    skeletons: dict[str, Any]
+    files: dict[str, StagedFile]
+
+
+class CheckpointStore:
+    """Saves and loads the checkpoints of one run; one process writes, any number may read."""
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        keep_last: int = 2,
+        keep_best: int = 1,
+        best_mode: Literal["min", "max"] = "min",
+        on_warning: Callable[[str], None] | None = None,
+    ) -> None:
+        """Open a store; `on_warning` may be called from the thread that writes."""
+        if keep_last < 1 or keep_best < 0:
+            raise ValueError(f"keep_last must be at least 1 and keep_best at least 0, got {keep_last} and {keep_best}")
+        self.directory = Path(directory)
+        self._keep_last, self._keep_best, self._best_mode = keep_last, keep_best, best_mode
+        self._warn = on_warning or logging.getLogger(__name__).warning
+        self._staged: dict[str, StagedFile] = {}
+        self._writer: ThreadPoolExecutor | None = None
+        self._pending: Future[Any] | None = None
+        self._error: CheckpointError | None = None
+        self.blocked_s = 0.0
+        """Seconds that the last `save` took before it returned, waiting for the one before included."""
+        self.waited_s = 0.0
+        """Seconds, over all saves, spent waiting for the one before."""
+        durable.remove_leftovers(self.directory)
+
+    def save(
+        self,
+        tree: Mapping[str, Any],
+        *,
+        step: int,
+        metric: float | None = None,
+        info: Mapping[str, Any] | None = None,
+        wait: bool = False,
+    ) -> Path:
+        """Copy the state and return; write, verify and prune in the background. Return where it will be.
+
+        A failure to write is a warning, and an error only for those who wait. State that cannot be saved at all
+        raises at once.
+        """
+        started_s = time.perf_counter()
+        self._settle()
+        self.waited_s += time.perf_counter() - started_s
+        self._error = None
+        job = self._stage(tree, step, None if metric is None else float(metric), info or {})
+        self._pending = self._background().submit(self._write, job)
+        self.blocked_s = time.perf_counter() - started_s
+        if wait:
+            self.wait()
+        return self._path(step)
+
+    def reserve(self, tree: Mapping[str, Any]) -> None:
+        """Make memory ready, in the background, so that the first save of such a tree is as quick as the others.
+
+        The first touch of new memory costs several copies.
+        """
+        self._settle()
+        self._staged = {}
+        for key, value in tree.items():
+            _, tensors = split_tensors(value)
+            if tensors:
+                self._staged[key] = StagedFile(tensors)
+        self._pending = self._background().submit(_touch_all, list(self._staged.values()))
+
+    def wait(self) -> None:
+        """Wait until the last save is on disk and verified; raise CheckpointError if it failed."""
+        self._settle()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def load(self, which: str | Path | int = "last") -> Checkpoint:
+        """Load "last", "best", a step or a path, every hash verified.
+
+        A damaged "last" or "best" is a warning and the next one is taken; a damaged step or path is an error.
+        """
+        self._settle()
+        if which == "last":
+            return self._load_first([path for _, path in self._entries()], "no checkpoint")
+        if which == "best":
+            return self._load_first(self._by_metric(self._warn), "no checkpoint with a metric")
+        if isinstance(which, int):
+            paths = [path for step, path in self._entries() if step == which]
+            if not paths:
+                have = ", ".join(map(str, self.steps())) or "none"
+                raise CheckpointError(f"no checkpoint of step {which} in {self.directory}; steps: {have}")
+            return read_checkpoint(paths[0])
+        path = Path(which)
+        for inner in (path, path / "checkpoints"):
+            if not (inner / MANIFEST_NAME).exists() and _entries_of(inner):
+                return CheckpointStore(inner, best_mode=self._best_mode, on_warning=self._warn).load("last")
+        if not path.exists():
+            raise CheckpointError(f"there is no checkpoint at {path}")
+        return read_checkpoint(path)
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, oldest first."""
+        return sorted({step for step, _ in self._entries()})
+
+    @property
+    def last(self) -> Path | None:
+        """The newest checkpoint."""
+        return next((path for _, path in self._entries()), None)
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint with the best metric; the earlier of two equal ones."""
+        return next(iter(self._by_metric()), None)
+
+    # Staging: the only part that training waits for.
+
+    def _stage(self, tree: Mapping[str, Any], step: int, metric: float | None, info: Mapping[str, Any]) -> _Job:
+        if type(step) is not int or step < 0:
+            raise ValueError(f"a step is a whole number from 0, got {step!r}")
+        facts, stray = split_tensors(dict(info))
+        if stray:
+            raise CheckpointError(f"info holds the tensor {next(iter(stray))!r}; tensors belong into the tree")
+        skeletons: dict[str, Any] = {}
+        files: dict[str, StagedFile] = {}
+        views: list[Tensor] = []
+        sources: list[Tensor] = []
+        parts: Mapping[Any, Any] = tree
+        for key, value in parts.items():
+            if not isinstance(key, str) or not _KEY.match(key):
+                raise CheckpointError(f"the top-level key {key!r} cannot name a file; use letters, digits, - and _")
+            skeletons[key], tensors = split_tensors(value)
+            if not tensors:
+                continue
+            staged = self._staged.get(key)
+            files[key] = staged if staged and staged.fits(tensors) else StagedFile(tensors)
+            views += files[key].views
+            sources += tensors.values()
+        copy_all(views, sources)
+        self._staged = files
+        return _Job(step, metric, facts, skeletons, files)
+
+    def _settle(self) -> None:
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            pending.result()
+        finally:
+            # An interrupt may cut the wait short; the staged memory is then still being written from.
+            if pending.done():
+                self._pending = None
+
+    def _background(self) -> ThreadPoolExecutor:
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="etude-checkpoint")
+        return self._writer
+
+    # Everything below `_write` runs in the background.
+
+    def _write(self, job: _Job) -> None:
+        try:
+            self._write_aside_and_publish(job)
+        except (OSError, CheckpointError) as error:
+            good = self.last
+            self._error = CheckpointError(
+                f"the checkpoint of step {job.step} could not be written to {self.directory}: {_describe(error)}; "
+                + (f"the last good one is {good.name}" if good else "there is no other one yet")
+            )
+            self._warn(str(self._error))
+            return
+        try:
+            self._link()
+            self._prune(job.step)
+        except OSError as error:
+            self._warn(f"old checkpoints in {self.directory} could not be tidied: {_describe(error)}")
+
+    def _write_aside_and_publish(self, job: _Job) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        durable.remove_leftovers(self.directory)
+        with durable.in_use(self.directory / durable.temp_name(f"{job.step:08d}")) as temp:
+            temp.mkdir()
+            records = {}
+            for key, staged in job.files.items():
+                name = f"{key}.safetensors"
+                records[name] = durable.write_hashed(temp / name, staged.parts())
+            state = json.dumps({"tree": job.skeletons}, allow_nan=False).encode()
+            records[_STATE_NAME] = durable.write_hashed(temp / _STATE_NAME, [state])
+            manifest = Manifest(job.step, job.metric, job.info, records)
+            durable.write_hashed(temp / MANIFEST_NAME, [manifest.dump()])
+            durable.fsync_directory(temp)
+            self._publish(temp, job.step)
+
+    def _publish(self, temp: Path, step: int) -> None:
+        """Rename into place and verify there; an older checkpoint of this step goes only after that."""
+        final = self._path(step)
+        older = [path for other, path in self._entries() if other == step]
+        target = final
+        revision = 0
+        while os.path.lexists(target):
+            revision += 1
+            target = final.with_name(f"{final.name}-r{revision}")
+        os.rename(temp, target)
+        durable.fsync_directory(self.directory)
+        try:
+            verify(target)
+        except CheckpointError:
+            durable.discard(target)
+            raise
+        for path in older:
+            durable.discard(path)
+        if target != final:
+            os.rename(target, final)
+            durable.fsync_directory(self.directory)
+
+    def _link(self) -> None:
+        for name, path in (("last", self.last), ("best", self.best)):
+            if path is not None:
+                durable.swap_symlink(self.directory / name, path.name)
+
+    def _prune(self, step: int) -> None:
+        """Remove what is neither new nor good enough; called only once the checkpoint of `step` has been verified."""
+        keep = set(self._by_metric()[: self._keep_best])
+        newest = 0
+        for other, path in self._entries():
+            if other > step:
+                # The run went back (a damaged or an older checkpoint was resumed): this is another history's future.
+                self._warn(f"removed {path}: the run went back before it and has now saved step {step}")
+                durable.discard(path)
+                continue
+            try:
+                read_manifest(path)
+            except DamagedCheckpointError as error:
+                self._warn(f"removed a checkpoint that cannot be loaded: {error}")
+                durable.discard(path)
+                continue
+            except CheckpointError:
+                continue  # Written by a newer Etude: not ours to judge.
+            newest += 1
+            if newest > self._keep_last and path not in keep:
+                durable.discard(path)
+        self._link()
+
+    # Looking around.
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step-{step:08d}"
+
+    def _entries(self) -> list[tuple[int, Path]]:
+        return _entries_of(self.directory)
+
+    def _by_metric(self, warn: Callable[[str], None] | None = None) -> list[Path]:
+        sign = 1.0 if self._best_mode == "min" else -1.0
+        ranked = []
+        for step, path in self._entries():
+            try:
+                metric = read_manifest(path).metric
+            except CheckpointError as error:
+                if warn:
+                    warn(f"{error}; its metric is unknown, so it is passed over")
+                continue
+            if metric is not None and metric == metric:  # NaN is never best.
+                ranked.append((sign * metric, step, path))
+        return [path for _, _, path in sorted(ranked)]
+
+    def _load_first(self, paths: Iterable[Path], nothing: str) -> Checkpoint:
+        damage = ""
+        for path in paths:
+            try:
+                checkpoint = read_checkpoint(path)
+            except DamagedCheckpointError as error:
+                damage = f"; the last problem: {error}"
+                self._warn(f"{error}; looking for an older checkpoint")
+                continue
+            if damage:
+                self._warn(f"using {path.name} (step {checkpoint.step}) instead")
+            return checkpoint
+        raise CheckpointError(f"{nothing} in {self.directory} can be loaded{damage}")
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """Verify and load one checkpoint directory; only the .safetensors and .json files its manifest lists are read."""
+    directory = Path(directory)
+    manifest = verify(directory)
+    name = _STATE_NAME
+    try:
+        if name not in manifest.files:
+            raise ValueError("is not listed in the manifest")
+        with durable.open_regular(directory / name) as file:
+            skeletons = json.loads(file.readall())["tree"].items()
+        tree = {}
+        for key, skeleton in skeletons:
+            name = f"{key}.safetensors"
+            tensors = read_tensor_file(directory / name) if name in manifest.files else {}
+            tree[key] = join_tensors(skeleton, tensors)
+        name = MANIFEST_NAME
+        info = join_tensors(manifest.info, {})
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError, CheckpointError) as error:
+        raise DamagedCheckpointError(directory, name, f"cannot be read: {error}") from None
+    return Checkpoint(manifest.step, _migrate(tree, manifest, directory), directory, manifest.metric, info)
+
+
+def _touch_all(files: list[StagedFile]) -> None:
+    for staged in files:
+        staged.touch()
+
+
+def _migrate(tree: dict[str, Any], manifest: Manifest, directory: Path) -> dict[str, Any]:
+    for version in range(manifest.schema_version, SCHEMA_VERSION):
+        if version not in MIGRATIONS:
+            raise CheckpointError(
+                f"checkpoint {directory} has schema version {manifest.schema_version}, and this Etude has no way from "
+                f"version {version} to {version + 1}; load it with the version that wrote it"
+            )
+        tree = MIGRATIONS[version](tree)
+    return tree
+
+
+def _entries_of(directory: Path) -> list[tuple[int, Path]]:
+    """Return (step, path) of the checkpoint directories, newest first."""
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    matches = sorted(((int(m[1]), int(m[2] or 0)), name) for name in names if (m := STEP_NAME.match(name)))
+    return [(step, directory / name) for (step, _), name in reversed(matches)]
+
+
+def _describe(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

@@ -1,0 +1,242 @@
+"""A run is a directory: config, environment, status, metrics and checkpoints. Imports no torch until one is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import yaml
+
+from etude.errors import ConfigError
+from etude.runs.durable import is_this_host, process_alive, write_atomically
+from etude.runs.metrics import MetricsLog, last_metrics
+from etude.secrets import holds_secret, redact_tree
+
+if TYPE_CHECKING:
+    from etude.runs.checkpoint import CheckpointStore
+
+State = Literal["running", "finished", "interrupted", "failed"]
+
+_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+class Run:
+    """The directory of one run, and the names of the things in it."""
+
+    def __init__(self, directory: Path | str) -> None:
+        self.dir = Path(directory)
+
+    @classmethod
+    def create(cls, root: Path | str = "runs", name: str | None = None) -> Run:
+        """Make a new directory `root/<timestamp>-<name>` that nobody else has."""
+        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{_NAME.sub('-', name or 'run').strip('-.') or 'run'}"
+        count = 1
+        while True:
+            directory = Path(root) / (stem if count == 1 else f"{stem}-{count}")
+            try:
+                directory.mkdir(parents=True)
+                return cls(directory)
+            except FileExistsError:
+                count += 1
+
+    @property
+    def name(self) -> str:
+        """The name of the directory."""
+        return self.dir.resolve().name
+
+    @property
+    def config_path(self) -> Path:
+        """Where the resolved configuration is."""
+        return self.dir / "config.yaml"
+
+    @property
+    def environment_path(self) -> Path:
+        """Where the description of machine and versions is."""
+        return self.dir / "environment.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        """Where the metrics are."""
+        return self.dir / "metrics.jsonl"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Where the checkpoints are."""
+        return self.dir / "checkpoints"
+
+    def checkpoints(self, **options: Any) -> CheckpointStore:
+        """Open the run's checkpoints; the options are those of `CheckpointStore`."""
+        from etude.runs.checkpoint import CheckpointStore
+
+        return CheckpointStore(self.checkpoints_dir, **options)
+
+    def metrics(self, **options: Any) -> MetricsLog:
+        """Open metrics.jsonl for appending."""
+        return MetricsLog(self.metrics_path, **options)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Store the resolved configuration as config.yaml; refuse values that hold a secret."""
+        plain = _plain(config, "")
+        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
+        self._write("config.yaml", text)
+
+    def read_config(self) -> dict[str, Any]:
+        """Return the stored configuration, empty if there is none."""
+        try:
+            content = yaml.safe_load(self.config_path.read_text())
+        except FileNotFoundError:
+            return {}
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{self.config_path} is not YAML: {error}") from None
+        return content if isinstance(content, dict) else {}
+
+    def write_environment(self) -> None:
+        """Store versions, machine, git state and command line as environment.json."""
+        from etude.runs.environment import describe_environment
+
+        self._write("environment.json", json.dumps(describe_environment(), indent=2) + "\n")
+
+    def set_status(self, state: State, **facts: Any) -> None:
+        """Record how the run stands; facts given earlier stay unless given again."""
+        if state not in get_args(State):
+            raise ValueError(f"unknown state {state!r}; one of {', '.join(get_args(State))}")
+        now = time.time()
+        before = self.status()
+        spent_s = float(before.get("duration_s", 0.0))
+        if before.get("state") == "running" and before.get("pid") == os.getpid():
+            spent_s += max(0.0, now - float(before.get("updated", now)))
+        status = {
+            **before,
+            **redact_tree(facts),
+            "state": state,
+            "started": before.get("started", now),
+            "updated": now,
+            "duration_s": spent_s,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+        }
+        self._write("status.json", json.dumps(_finite(status), indent=2, default=str) + "\n")
+
+    def status(self) -> dict[str, Any]:
+        """Return what `set_status` recorded; empty if nothing readable was."""
+        try:
+            status = json.loads((self.dir / "status.json").read_bytes())
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return {}
+        return status if isinstance(status, dict) else {}
+
+    def state(self) -> str:
+        """Return the state, where a run whose process is gone without a word is "killed"."""
+        status = self.status()
+        state = str(status.get("state", "unknown"))
+        pid = status.get("pid")
+        if state == "running" and isinstance(pid, int) and is_this_host(str(status.get("host"))):
+            return state if process_alive(pid) else "killed"
+        return state
+
+    def _write(self, name: str, text: str) -> None:
+        self.dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.dir / name, text.encode())
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.dir)!r})"
+
+    @staticmethod
+    def list(root: Path | str = "runs") -> tuple[RunSummary, ...]:
+        """Return a summary of every run under `root`, newest first."""
+        return tuple(list_runs(root))
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One line of `etude runs`."""
+
+    name: str
+    path: Path
+    state: str
+    step: int | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    started: float | None = None
+    """Seconds since 1970."""
+    duration_s: float = 0.0
+    """Wall-clock seconds over all sessions."""
+
+
+def list_runs(root: Path | str = "runs") -> list[RunSummary]:
+    """Return a summary of every run under `root`, newest first."""
+    try:
+        entries = [Path(root) / name for name in os.listdir(root)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [_summarize(Run(path)) for path in entries if (path / "status.json").is_file()]
+    return sorted(found, key=lambda run: (run.started or 0.0, run.name), reverse=True)
+
+
+def resolve_run(
+    run: str | Path | Run | None, *, root: Path | str = "runs", name: str | None = None, resume: str | Path = "auto"
+) -> Run:
+    """Return the run that is meant: None makes a new one, a bare name is under `root`, a path is itself."""
+    if run is None:
+        return Run.create(root, name)
+    if not isinstance(run, Run):
+        path = Path(run).expanduser()
+        if path.name in ("", ".."):
+            raise ConfigError(f"{str(run)!r} does not name a run directory")
+        bare = isinstance(run, str) and os.sep not in run and not path.is_absolute()
+        run = Run(Path(root) / path if bare else path)
+    if run.dir.exists() and not run.dir.is_dir():
+        raise ConfigError(f"the run directory {run.dir} is a file; give another name")
+    if resume == "never":
+        # Start afresh beside what is there: nothing is overwritten.
+        wanted = run.dir
+        names = (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
+        while any(run.checkpoints_dir.glob("step-*")):
+            run = Run(next(names))
+    return run
+
+
+def _summarize(run: Run) -> RunSummary:
+    status, state = run.status(), run.state()
+    latest = last_metrics(run.metrics_path)
+    step = status.get("step", latest.pop("step", None))
+    latest.pop("step", None)
+    duration_s = float(status.get("duration_s", 0.0))
+    if state == "running":
+        duration_s += max(0.0, time.time() - float(status.get("updated", time.time())))
+    return RunSummary(run.name, run.dir, state, step, latest, status.get("started"), duration_s)
+
+
+def _plain(value: Any, path: str) -> Any:
+    """Return a configuration value as what YAML can hold; refuse secrets and objects, naming where they are."""
+    if isinstance(value, Mapping):
+        return {_plain(key, path): _plain(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if hasattr(value, "get_secret_value") or holds_secret(value):
+        raise ConfigError(f"{path}: the value holds a secret and is not stored; write ${{env:NAME}} instead")
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "model_dump"):
+        return _plain(value.model_dump(mode="json"), path)
+    raise ConfigError(f"{path}: a {type(value).__name__} cannot be stored in config.yaml; give plain values")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return repr(value)
+    return value

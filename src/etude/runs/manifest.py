@@ -1,0 +1,125 @@
+"""The manifest of a checkpoint: which files it has and what each must hash to. It guards itself as well."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etude.errors import CheckpointError
+from etude.runs.durable import FileRecord, hash_file, open_regular
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+STEP_NAME = re.compile(r"^step-(\d{8,})(?:-r(\d+))?$")
+"""Names of checkpoint directories; a revision (-r1) exists while, or when a crash came while, a step is replaced."""
+
+# No separators and two known endings: a manifest can never point outside its directory, nor at a pickle.
+_FILE_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)$")
+_MAX_MANIFEST_BYTES = 64 << 20
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A file of a checkpoint is missing, truncated or altered."""
+
+    def __init__(self, directory: Path, file: str, problem: str) -> None:
+        super().__init__(f"checkpoint {directory}: {file} {problem}")
+        self.directory, self.file, self.problem = directory, file, problem
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint is and what its files must be."""
+
+    step: int
+    metric: float | None
+    info: Any
+    """Facts of the caller, as the JSON skeleton of `runs.tree`."""
+    files: dict[str, FileRecord]
+    schema_version: int = SCHEMA_VERSION
+
+    def dump(self) -> bytes:
+        """Return the one byte string that stands for this manifest."""
+        metric = self.metric
+        body = {
+            "schema_version": self.schema_version,
+            "step": self.step,
+            "metric": metric if metric is None or abs(metric) < float("inf") else repr(metric),
+            "info": self.info,
+            "files": {
+                name: {"sha256": record.sha256, "size_bytes": record.size_bytes} for name, record in self.files.items()
+            },
+        }
+        return _seal(body)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return a checkpoint's manifest; refuse a damaged one and one from a newer Etude."""
+    path = directory / MANIFEST_NAME
+    try:
+        with open_regular(path) as file:
+            raw = file.read(_MAX_MANIFEST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedCheckpointError(directory, MANIFEST_NAME, "is missing; this is no Etude checkpoint") from None
+    except OSError as error:
+        raise DamagedCheckpointError(directory, MANIFEST_NAME, f"cannot be read ({error})") from None
+    try:
+        body = json.loads(raw)["body"]
+        intact = _seal(body) == raw
+    except (ValueError, LookupError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise DamagedCheckpointError(directory, MANIFEST_NAME, "is damaged: it does not match its own SHA-256")
+    manifest = _read_body(directory, body)
+    named = STEP_NAME.match(directory.name)
+    if named and int(named[1]) != manifest.step:
+        raise DamagedCheckpointError(directory, MANIFEST_NAME, f"belongs to step {manifest.step}, not to this one")
+    return manifest
+
+
+def verify(directory: Path) -> Manifest:
+    """Check every file of a checkpoint against its manifest and return the manifest."""
+    manifest = read_manifest(directory)
+    for name, expected in manifest.files.items():
+        try:
+            found = hash_file(directory / name)
+        except FileNotFoundError:
+            raise DamagedCheckpointError(directory, name, "is missing") from None
+        except OSError as error:
+            raise DamagedCheckpointError(directory, name, f"cannot be read ({error})") from None
+        if found.size_bytes != expected.size_bytes:
+            problem = f"is damaged: it has {found.size_bytes} bytes instead of {expected.size_bytes}"
+            raise DamagedCheckpointError(directory, name, problem)
+        if found.sha256 != expected.sha256:
+            raise DamagedCheckpointError(directory, name, "is damaged: its SHA-256 differs from the manifest")
+    return manifest
+
+
+def _read_body(directory: Path, body: Any) -> Manifest:
+    try:
+        version = body["schema_version"]
+        if not isinstance(version, int) or version < 1:
+            raise ValueError(f"schema_version {version!r}")
+        if version > SCHEMA_VERSION:
+            raise CheckpointError(
+                f"checkpoint {directory} has schema version {version}, this Etude reads up to {SCHEMA_VERSION}; "
+                "upgrade with pip install -U etude"
+            )
+        files = {name: FileRecord(str(r["sha256"]), int(r["size_bytes"])) for name, r in body["files"].items()}
+        for name in files:
+            if not _FILE_NAME.match(name) or name == MANIFEST_NAME:
+                raise ValueError(f"file name {name!r}: only .safetensors and .json files beside it are read")
+        metric = body["metric"]
+        step = int(body["step"])
+        return Manifest(step, None if metric is None else float(metric), body["info"], files, version)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedCheckpointError(directory, MANIFEST_NAME, f"is not a manifest ({error})") from None
+
+
+def _seal(body: Any) -> bytes:
+    text = json.dumps(body, indent=1, allow_nan=False)
+    sealed = {"body": body, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return json.dumps(sealed, indent=1, allow_nan=False).encode() + b"\n"

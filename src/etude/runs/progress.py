@@ -1,0 +1,208 @@
+"""Live progress: one bar in a terminal, one plain line per log event elsewhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+# Five repaints a second look live and cost about 1 % of one core (2 ms each).
+REFRESH_INTERVAL_S = 0.2
+MOST_METRICS = 4
+_QUIET_GROUPS = ("lr/", "grad_norm/", "time/")
+_QUIET_NAMES = ("step", "epoch", "epochs", "tokens", "env_steps", "seconds")
+
+
+class ProgressDisplay:
+    """Show how far a run has come, on rank 0 only.
+
+    Call `update` with metrics at every log event, and without metrics for a time-based refresh; both are cheap, and
+    a terminal is repainted at most `1 / REFRESH_INTERVAL_S` times a second.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: TextIO | None = None,
+        rank: int = 0,
+        enabled: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._enabled = enabled and rank == 0
+        self._live = self._enabled and is_terminal(self._stream)
+        self._clock = clock
+        self._painted_at = -math.inf
+        self._state: tuple[int, int | None, float | None, float | None] | None = None
+        self._dirty = False
+        self._metrics: dict[str, float] = {}
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def update(
+        self,
+        step: int,
+        total_steps: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        rate: float | None = None,
+        eta: float | None = None,
+    ) -> None:
+        """Show `step` of `total_steps`; `rate` in steps per second, `eta` in seconds (else derived from the rate)."""
+        if not self._enabled:
+            return
+        if not self._live:
+            if metrics:
+                self._write(plain_line(step, total_steps, metrics, rate, eta))
+            return
+        if metrics:
+            self._metrics.update(shown_metrics(metrics))
+        self._state = (step, total_steps, rate, eta)
+        self._dirty = True
+        if self._clock() - self._painted_at >= REFRESH_INTERVAL_S:
+            self._paint()
+
+    def message(self, text: str) -> None:
+        """Print one line above the bar, or as a line of its own."""
+        if not self._enabled:
+            return
+        if self._progress is not None:
+            try:
+                self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            except (OSError, ValueError):
+                self._enabled = False
+        else:
+            self._write(text)
+
+    def close(self) -> None:
+        """Paint the last state and leave the terminal clean; safe to call twice."""
+        if self._enabled and self._live and self._dirty:
+            self._paint()
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            try:
+                progress.stop()
+            except (OSError, ValueError):
+                self._enabled = False
+
+    def __enter__(self) -> ProgressDisplay:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            # A closed pipe or terminal must not stop training.
+            self._enabled = False
+
+    def _paint(self) -> None:
+        assert self._state is not None
+        step, total_steps, rate, eta = self._state
+        try:
+            if self._progress is None:
+                self._progress = _make_bar(self._stream)
+                self._task = self._progress.add_task("training", total=total_steps, figures="")
+                self._progress.start()
+            assert self._task is not None
+            figures = "  ".join(_figures(self._metrics, rate, _remaining(step, total_steps, rate, eta)))
+            self._progress.update(self._task, completed=step, total=total_steps, figures=figures)
+            self._progress.refresh()
+        except (OSError, ValueError):
+            self._enabled = False
+        self._painted_at = self._clock()
+        self._dirty = False
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Tell whether `stream` is a terminal that can be repainted."""
+    try:
+        return stream.isatty() and os.environ.get("TERM") != "dumb"
+    except ValueError:
+        return False
+
+
+def plain_line(
+    step: int, total_steps: int | None, metrics: Mapping[str, float], rate: float | None, eta: float | None
+) -> str:
+    """Write one log event as text: `step 50/1000  loss 1.234  820 steps/s  ETA 0:12`."""
+    head = f"step {step}/{total_steps}" if total_steps else f"step {step}"
+    return "  ".join([head, *_figures(shown_metrics(metrics), rate, _remaining(step, total_steps, rate, eta))])
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Pick the metrics worth a glance: loss first, learning rates and timings left out."""
+    names = [name for name in metrics if name not in _QUIET_NAMES and not name.startswith(_QUIET_GROUPS)]
+    names.sort(key=lambda name: (not name.startswith("train/"), not name.endswith("loss")))
+    return {name.removeprefix("train/"): metrics[name] for name in names[:MOST_METRICS]}
+
+
+def format_figure(value: float) -> str:
+    """Write a number in at most seven characters or so: `1.234`, `0.00012`, `12345`, `nan`."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    if 1e-3 <= abs(value) < 1e6:
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Write a length of time as `0:12`, `3:05`, `2:10:09` or `3 d 04:00`."""
+    whole = max(0, round(seconds))
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24:02d}:{minute:02d}"
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def _figures(metrics: Mapping[str, float], rate: float | None, eta_s: float | None) -> list[str]:
+    parts = [f"{name} {format_figure(value)}" for name, value in metrics.items()]
+    if rate is not None and rate > 0:
+        parts.append(f"{rate:.0f} steps/s" if rate >= 100 else f"{rate:.3g} steps/s")
+    if eta_s is not None:
+        parts.append(f"ETA {format_duration(eta_s)}")
+    return parts
+
+
+def _remaining(step: int, total_steps: int | None, rate: float | None, eta: float | None) -> float | None:
+    if total_steps is not None and step >= total_steps:
+        return None
+    if eta is not None:
+        return eta if math.isfinite(eta) else None
+    return (total_steps - step) / rate if total_steps and rate else None
+
+
+def _make_bar(stream: TextIO) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns: list[Any] = [
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}", markup=False),
+    ]
+    # No refresh thread: it would take the interpreter lock from the training loop ten times a second.
+    return Progress(*columns, console=_console(stream), auto_refresh=False, expand=False)
+
+
+def _console(stream: TextIO) -> Console:
+    from rich.console import Console
+
+    class OpenCursorConsole(Console):
+        """A console that never hides the cursor, so that even SIGKILL leaves the terminal usable."""
+
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
+    return OpenCursorConsole(file=stream, highlight=False)

@@ -1,0 +1,311 @@
+"""The report: one file, complete, harmless, and readable whatever the run left behind."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import socket
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.errors import EtudeError
+from etude.runs import charts
+from etude.runs.charts import Series, downsample, draw_chart, format_step, linear_ticks, log_ticks, smooth
+from etude.runs.manifest import Manifest
+from etude.runs.report import write_report
+
+VOID = {"meta", "input", "br", "path", "circle", "rect"}
+
+
+class Page(HTMLParser):
+    """Parses a page strictly: every tag must close, in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.stack: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def attributes(self, name: str) -> list[str]:
+        return [str(attributes[name]) for _, attributes in self.tags if name in attributes]
+
+
+def make_run(
+    directory: Path, rows: list[dict[str, Any]] | None = None, config: str = "", status: dict[str, Any] | None = None
+) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    if rows is not None:
+        (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if config:
+        (directory / "config.yaml").write_text(config)
+    (directory / "status.json").write_text(json.dumps(status or {"state": "finished", "step": 100}))
+    return directory
+
+
+def add_checkpoint(run: Path, step: int, metric: float | None, *links: str) -> None:
+    path = run / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_bytes(Manifest(step, metric, {}, {}).dump())
+    for link in links:
+        (run / "checkpoints" / link).symlink_to(path.name)
+
+
+def read_page(run: Path, **options: Any) -> tuple[str, Page]:
+    html = write_report(run, **options).read_text(encoding="utf-8")
+    return html, Page(html)
+
+
+ROWS = [
+    {
+        "step": step,
+        "epoch": step / 10,
+        "train/loss": 2 / step,
+        "lr/actor": 1e-3,
+        "lr/critic": 1e-4,
+        "grad_norm/actor": 1.0,
+        "time/step_ms": 1.5,
+        "success": 1.0,
+    }
+    for step in range(10, 101, 10)
+] + [{"step": step, "eval/loss": abs(step - 60) + 1.0} for step in range(20, 101, 20)]
+CONFIG = "training:\n  training_steps: 100\n  best_metric: eval/loss\n"
+
+
+def test_a_full_run_shows_figures_curves_checkpoints_config_and_environment(tmp_path: Path) -> None:
+    status = {
+        "state": "finished",
+        "step": 100,
+        "started": "2026-01-02T03:04:05+00:00",
+        "duration_s": 65,
+        "parameters": 1234,
+    }
+    run = make_run(tmp_path / "my-run", ROWS, CONFIG, status)
+    (run / "environment.json").write_text(json.dumps({"python": "3.11.7", "packages": {"torch": "2.13.0"}}))
+    add_checkpoint(run, 60, 1.0, "best")
+    add_checkpoint(run, 100, math.nan, "last")
+    _, page = read_page(run)
+    text = " ".join(page.text)
+    for expected in (
+        "my-run",
+        "finished",
+        "1:05",
+        "of 100",
+        "1,234",
+        "2026-01-02 03:04",
+        "3.11.7",
+        "2.13.0",
+        "training_steps",
+    ):
+        assert expected in text
+    assert "best 1 at step 60" in text
+    titles = re.findall(r"Curve of ([^:]+):", " ".join(page.attributes("aria-label")))
+    assert titles == ["train/loss", "eval/loss", "learning rate", "gradient norm", "time/step_ms", "success"]
+    assert [name for name in page.attributes("class") if name.startswith("tag")] == ["tag last", "tag best"]
+
+
+def test_the_page_needs_no_network_and_runs_only_its_own_script(tmp_path: Path) -> None:
+    html, page = read_page(make_run(tmp_path / "run", ROWS, CONFIG))
+    assert all(link.startswith("#") for link in page.attributes("href") + page.attributes("src"))
+    assert not re.search(r"https?:|url\(|@import", html)
+    (policy,) = [content for content in page.attributes("content") if "default-src" in content]
+    script = html[html.index("<script>") + 8 : html.index("</script>")]
+    assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
+    assert "default-src 'none'" in policy
+    assert html.count("<script") == 1
+
+
+def test_everything_from_the_run_is_escaped(tmp_path: Path) -> None:
+    evil = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&'
+    rows = [{"step": step, f"train/{evil}": 1.0, f"lr/{evil}": 1.0} for step in (1, 2)]
+    status = {"state": "failed", "step": 2, "error": evil, "warnings": [evil], "started": evil}
+    run = make_run(tmp_path / "a&b <i>", rows, f"note: {json.dumps(evil)}\n", status)
+    (run / "environment.json").write_text(json.dumps({evil: evil, "nested": {evil: [evil]}}))
+    html, page = read_page(run)
+    assert html.count("<script") == 1
+    assert "<img" not in html
+    assert not any(tag in ("i", "img") for tag, _ in page.tags)
+    assert "a&b <i>" in "".join(page.text)
+
+
+def test_a_run_without_anything_still_has_a_page(tmp_path: Path) -> None:
+    run = tmp_path / "empty"
+    run.mkdir()
+    _, page = read_page(run)
+    text = " ".join(page.text)
+    assert "No metrics were logged yet." in text
+    assert "No checkpoint was saved." in text
+    assert "unknown" in text
+
+
+def test_damaged_files_become_warnings(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ROWS, "training: [unclosed\n")
+    (run / "environment.json").write_text("{")
+    add_checkpoint(run, 10, 0.5, "last")
+    (run / "checkpoints" / "step-00000010" / "manifest.json").write_text("junk")
+    _, page = read_page(run)
+    text = " ".join(page.text)
+    assert "config.yaml cannot be read" in text
+    assert "environment.json cannot be read" in text
+    assert "manifest.json is damaged" in text
+
+
+def test_values_that_are_not_finite_leave_a_mark_and_a_warning(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"step": step, "train/loss": 1.0 / step, "train/bad": math.nan} for step in (1, 2, 3)]
+    rows[1]["train/loss"] = math.inf
+    html, page = read_page(make_run(tmp_path / "run", rows))
+    text = " ".join(page.text)
+    assert "train/loss has a value that is not finite, first at step 2" in text
+    assert "train/bad has 3 values that are not finite, first at step 1" in text
+    assert "every value is NaN or infinite" in text
+    assert 'class="broken"' in html
+    assert not any("nan" in path.lower() or "inf" in path.lower() for path in page.attributes("d"))
+
+
+@pytest.mark.parametrize("state", ["failed", "interrupted"])
+def test_the_reason_of_an_early_end_is_shown(tmp_path: Path, state: str) -> None:
+    status = {"state": state, "step": 3, "error": "non-finite loss at step 3 on rank 0"}
+    _, page = read_page(make_run(tmp_path / "run", ROWS, "", status))
+    assert "non-finite loss at step 3 on rank 0" in " ".join(page.text)
+
+
+def test_secrets_of_the_environment_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    canary = "canary-5f2a<&9c"
+    monkeypatch.setenv("REPORT_TEST_TOKEN", canary)
+    status = {"state": "failed", "step": 1, "error": f"401 for {canary}"}
+    run = make_run(tmp_path / "run", [{"step": 1, f"train/{canary}": 1.0}], "key: ${env:REPORT_TEST_TOKEN}\n", status)
+    (run / "environment.json").write_text(json.dumps({"argv": ["train", f"key={canary}"]}))
+    html, page = read_page(run)
+    assert "canary-5f2a" not in html
+    assert "${env:REPORT_TEST_TOKEN}" in "".join(page.text)
+
+
+def test_a_run_whose_process_is_gone_is_shown_as_killed(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    status = {"state": "running", "step": 0, "pid": gone.pid, "host": socket.gethostname(), "duration_s": 0.0}
+    _, page = read_page(make_run(tmp_path / "run", ROWS, CONFIG, status))
+    text = " ".join(page.text)
+    assert "killed" in text
+    assert "pill killed" in page.attributes("class")
+    assert "100" in text
+
+
+def test_extra_sections_are_placed_and_linked(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ROWS)
+    html, page = read_page(run, extra_sections=[("Videos & more", "<p>rollout</p>")])
+    assert "<p>rollout</p>" in html
+    assert "#videos-more" in page.attributes("href")
+
+
+def test_a_long_run_gives_a_small_page_quickly(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, **{f"train/m{index}": math.sin(step * (index + 1)) for index in range(5)}}
+        for step in range(20_000)
+    ]
+    run = make_run(tmp_path / "run", rows)
+    start = time.process_time()
+    path = write_report(run)
+    assert time.process_time() - start < 5
+    assert path.stat().st_size < 400_000
+
+
+def test_the_output_path_is_chosen_and_replaced_whole(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ROWS)
+    target = tmp_path / "deep" / "page.html"
+    assert write_report(run, target) == target
+    assert write_report(run, target) == target
+    assert [path.name for path in target.parent.iterdir()] == ["page.html"]
+    assert write_report(run) == run / "report.html"
+
+
+def test_a_missing_run_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(EtudeError, match="no such run directory"):
+        write_report(tmp_path / "absent")
+
+
+def test_reporting_imports_no_torch() -> None:
+    code = "import sys, etude.runs.report; sys.exit(bool({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_downsampling_keeps_ends_and_extremes() -> None:
+    values = [math.sin(index / 50) for index in range(10_000)]
+    values[3333], values[7777] = 99.0, -99.0
+    chosen = downsample(range(10_000), values, buckets=100)
+    assert {0, 3333, 7777, 9999} <= set(chosen)
+    assert len(chosen) <= 202
+    assert chosen == sorted(chosen)
+    assert downsample(range(5), values[:5], buckets=100) == [0, 1, 2, 3, 4]
+
+
+def test_smoothing_does_not_lag_and_keeps_a_line_straight() -> None:
+    line = [3.0 - 0.01 * index for index in range(200)]
+    assert smooth(line) == pytest.approx(line)
+
+
+@pytest.mark.parametrize("low,high", [(0, 1), (-3, 7), (0.00012, 0.00013), (1e6, 5e6), (1e-300, 2e-300)])
+def test_linear_ticks_are_few_inside_and_even(low: float, high: float) -> None:
+    ticks = linear_ticks(low, high)
+    slack = (high - low) * 1e-6
+    assert 2 <= len(ticks) <= 7
+    assert all(low - slack <= tick <= high + slack for tick in ticks)
+
+
+def test_logarithmic_ticks_are_round() -> None:
+    assert log_ticks(0.09, 20) == pytest.approx([0.1, 1, 10])
+    assert log_ticks(0.9, 11) == pytest.approx([1, 2, 5, 10])
+    assert 3 <= len(log_ticks(1e-30, 1e30)) <= 8
+    assert len(log_ticks(2.1, 2.9)) >= 3
+
+
+def test_steps_on_one_axis_share_a_unit() -> None:
+    assert [format_step(step, 40_000) for step in (0, 5_000, 20_000)] == ["0", "5k", "20k"]
+    assert format_step(1_500_000, 2e6) == "1.5M"
+    assert format_step(500, 1000) == "500"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0],
+        [0.0, 0.0],
+        [-1.0, 1.0],
+        [1e299, -1e299],
+        [1e-320, 1.0],
+        [5e-324],
+        [1e300, 1.7e308],
+        [0.1] * 3,
+        [1e16, 1e16 + 2],
+    ],
+)
+def test_any_values_can_be_drawn(values: list[float]) -> None:
+    drawn = draw_chart("x", [Series("x", range(len(values)), values)])
+    numbers = [float(found) for d in re.findall(r' d="M([^"]+)"', drawn) for found in re.findall(r"-?\d+\.\d", d)]
+    assert "nan" not in drawn
+    assert all(-1 <= number <= charts.WIDTH + 1 for number in numbers)
