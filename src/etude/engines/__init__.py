@@ -1,0 +1,1 @@
+"""How a loss becomes an update."""

@@ -1,0 +1,114 @@
+"""The group of ranks that train together: who we are, sums over all, and plain values exchanged as JSON."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from etude.errors import ConfigError
+
+# Long enough for a slow rank to load its data; a rank that hangs is found by the watchdog long before.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Group:
+    """One rank's view of its group. Collectives happen here and nowhere else."""
+
+    rank: int = 0
+    world: int = 1
+    device: torch.device = CPU
+
+    @classmethod
+    def join(cls, device: str = "auto") -> Group:
+        """Join the group that torchrun (or an engine) describes in the environment; alone without one."""
+        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        place = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")) if world > 1 else None)
+        if world == 1:
+            return cls(device=place)
+        if not dist.is_initialized():
+            backend = "nccl" if place.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+            # Kept until the process ends, not until `fit` does: sharded weights need the group to be read.
+            atexit.register(_leave)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        return cls(dist.get_rank(), dist.get_world_size(), place)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and speaks."""
+        return self.rank == 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Return the element-wise sum over all ranks, in float64."""
+        if self.world == 1:
+            return values
+        vector = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(vector)
+        return [float(value) for value in vector.tolist()]
+
+    def average_(self, tensors: list[Tensor]) -> None:
+        """Average tensors over all ranks in place, in one flat reduction of fixed layout."""
+        if self.world == 1 or not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat)
+        flat /= self.world
+        for tensor, piece in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+            tensor.copy_(piece.view_as(tensor))
+
+    def broadcast_(self, tensors: list[Tensor]) -> None:
+        """Give every rank the tensors of rank 0, in place."""
+        if self.world > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the JSON-able value of every rank, in rank order."""
+        if self.world == 1:
+            return [value]
+        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([text.numel()], device=self.device))
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: text.numel()] = text
+        texts = [torch.zeros_like(padded) for _ in range(self.world)]
+        dist.all_gather(texts, padded)
+        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.sum([0.0])
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_device(name: str, local_rank: int | None) -> torch.device:
+    """Turn 'auto', 'cpu', 'cuda' or 'cuda:N' into a device that exists here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"training.device: {name!r} is not a device; use auto, cpu, cuda or cuda:N") from error
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise ConfigError(f"training.device: {name!r} asked for, but no CUDA device is available here; use cpu or auto")
+    return torch.device("cuda", local_rank) if ":" not in name and local_rank is not None else device

@@ -1,0 +1,211 @@
+"""Named optimizers: built by key, each with its schedule and clip norm, updated together or not at all."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from etude.config.training import OptimizerConfiguration
+from etude.engines.schedule import Factor
+from etude.engines.sharding import full_tensor, local_tensor, shard_like
+from etude.errors import CheckpointError, ConfigError
+
+
+def torch_optimizers() -> dict[str, type[Optimizer]]:
+    """Return every optimizer class of torch by its name in lower case."""
+    found = vars(torch.optim).items()
+    return {n.lower(): c for n, c in found if inspect.isclass(c) and issubclass(c, Optimizer) and c is not Optimizer}
+
+
+class TorchOptimizer:
+    """Build any optimizer of torch by its name in lower case."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.kind = torch_optimizers()[name]
+        accepted = inspect.signature(self.kind).parameters
+        unknown = [key for key in options if key not in accepted]
+        if unknown:
+            known = ", ".join(key for key in accepted if key != "params")
+            raise ConfigError(f"optimizer {name!r} has no parameter {unknown[0]!r}; it takes {known}")
+        self.options = options
+
+    def build(self, params: Iterable[Any]) -> Optimizer:
+        """Make the optimizer over parameters or parameter groups."""
+        try:
+            return self.kind(params, **self.options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optimizer {self.kind.__name__}: {error}") from error
+
+
+def build_optimizer(config: OptimizerConfiguration, params: list[nn.Parameter]) -> Optimizer:
+    """Build the optimizer that a configuration names: torch's own, or one from the optimizer registry."""
+    options: dict[str, Any] = {"lr": config.lr, **config.params}
+    if config.weight_decay:
+        options["weight_decay"] = config.weight_decay
+    if config.type in torch_optimizers():
+        return TorchOptimizer(config.type, **options).build(params)
+    from etude.registry import OPTIMIZER_BUILDER_REGISTRY
+
+    factory: Any = OPTIMIZER_BUILDER_REGISTRY.get(config.type)
+    # A factory of the user's takes the parameters it declares; `lr` and `weight_decay` only if it knows them.
+    accepted = inspect.signature(factory).parameters
+    loose = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    shared = {key: value for key, value in options.items() if key in config.params or loose or key in accepted}
+    try:
+        built: Optimizer = factory(**shared).build(params)
+    except TypeError as error:
+        raise ConfigError(f"optimizer {config.type!r}: {error}") from error
+    return built
+
+
+@dataclass
+class Optimization:
+    """One optimizer with its schedule and clip norm."""
+
+    optimizer: Optimizer
+    schedule: Factor | LRScheduler | None = None
+    clip_norm: float | None = None
+    params: list[nn.Parameter] = field(init=False)
+    base_lrs: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._built = [_hyperparameters(group) for group in self.optimizer.param_groups]
+
+    def set_rate(self, step: int) -> None:
+        """Set the learning rate of one step, for schedules that are functions of the step."""
+        if self.schedule is None or isinstance(self.schedule, LRScheduler):
+            return
+        factor = self.schedule(step)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * factor
+
+    @property
+    def lr(self) -> float:
+        """The learning rate in force."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def grad_norm(self, scale: float, group_sum: Any) -> tuple[list[Tensor], float]:
+        """Return the gradients (local shards under FSDP) and the norm they have once multiplied by `scale`."""
+        grads = [p.grad for p in self.params if p.grad is not None]
+        if not grads:
+            return [], 0.0
+        sharded = isinstance(grads[0], DTensor)
+        if sharded:
+            grads = [local_tensor(g) for g in grads]
+        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))))
+        if sharded:
+            norm = math.sqrt(group_sum([norm * norm])[0])
+        return grads, norm * scale
+
+    def apply(self, grads: list[Tensor], norm: float, scale: float) -> None:
+        """Scale and clip the gradients in one pass, then step."""
+        if self.clip_norm is not None and norm > self.clip_norm:
+            scale *= self.clip_norm / (norm + 1e-6)
+        if scale != 1.0 and grads:
+            torch._foreach_mul_(grads, scale)
+        self.optimizer.step()
+        self.step_scheduler()
+
+    def step_scheduler(self) -> None:
+        """Advance a scheduler object, if that is what the schedule is."""
+        if isinstance(self.schedule, LRScheduler):
+            self.schedule.step()
+
+    def state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+        """Return the state by parameter name, in full tensors, so that any number of ranks can load it."""
+        optimizer = self.optimizer
+        state = {
+            names[p]: {k: full_tensor(v) for k, v in optimizer.state[p].items()}
+            for p in self.params
+            if p in optimizer.state
+        }
+        result: dict[str, Any] = {
+            "state": state,
+            "groups": [_hyperparameters(group) for group in optimizer.param_groups],
+            "built": self._built,
+        }
+        if isinstance(self.schedule, LRScheduler):
+            result["schedule"] = {k: v for k, v in self.schedule.state_dict().items() if _is_plain(v)}
+        return result
+
+    def load_state_dict(self, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
+        """Restore the state; a hyperparameter that the configuration has changed since keeps its new value."""
+        index = {names[p]: i for i, p in enumerate(self.params)}
+        unknown = sorted(set(saved["state"]) - set(index))
+        if unknown:
+            raise CheckpointError(f"the checkpoint's optimizer state names parameters that are gone: {unknown[:3]}")
+        state = {index[name]: {k: shard_like(v, self.params[index[name]].data) for k, v in values.items()}
+                 for name, values in saved["state"].items()}  # fmt: skip
+        groups = self.optimizer.state_dict()["param_groups"]
+        for group, now, was, built in zip(groups, self._built, saved["groups"], saved["built"], strict=True):
+            group.update({k: v for k, v in was.items() if k not in now or now[k] == built.get(k)})
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        if isinstance(self.schedule, LRScheduler):
+            self.schedule.load_state_dict(dict(saved["schedule"]))
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names") and _is_plain(v)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | Tensor)
+
+
+def match_parameters(policy: nn.Module, patterns: list[str], where: str) -> list[str]:
+    """Return the names of the parameters that match any pattern; a pattern that matches nothing is an error."""
+    names = [name for name, _ in policy.named_parameters()]
+    chosen: dict[str, None] = {}
+    for pattern in patterns:
+        hits = fnmatch.filter(names, pattern) or [n for n in names if n.startswith(pattern.rstrip(".") + ".")]
+        if not hits:
+            raise ConfigError(f"{where}: {pattern!r} matches no parameter; the first are {', '.join(names[:4])}")
+        chosen.update(dict.fromkeys(hits))
+    return list(chosen)
+
+
+def freeze(policy: nn.Module, patterns: list[str]) -> list[nn.Module]:
+    """Keep the matching parameters fixed and return the modules that hold nothing else, to stay in eval mode."""
+    frozen = set(match_parameters(policy, patterns, "training.freeze")) if patterns else set()
+    for name, parameter in policy.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    modules = []
+    for prefix, module in policy.named_modules():
+        own = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters()]
+        if own and frozen.issuperset(own):
+            modules.append(module)
+    return modules
+
+
+def assign_parameters(
+    policy: nn.Module, configs: Mapping[str, OptimizerConfiguration]
+) -> dict[str, list[nn.Parameter]]:
+    """Deal the trainable parameters to the named optimizers; each belongs to the first that matches."""
+    trainable = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ConfigError("the policy has no trainable parameter; check training.freeze and the policy")
+    dealt: dict[str, list[nn.Parameter]] = {}
+    left = dict(trainable)
+    for key, config in configs.items():
+        hits = match_parameters(policy, config.match, f"training.optimizers.{key}.match")
+        dealt[key] = [left.pop(name) for name in hits if name in left]
+        if not dealt[key]:
+            raise ConfigError(f"training.optimizers.{key}: every parameter it matches is frozen or already taken")
+    if left:
+        raise ConfigError(f"training.optimizers: no optimizer matches {next(iter(left))!r} ({len(left)} parameters)")
+    return dealt

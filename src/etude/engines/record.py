@@ -1,0 +1,164 @@
+"""The run directory as a session sees it: rank 0 writes, every rank reads the same checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.duration import Progress
+from etude.engines.distributed import Group
+from etude.errors import CheckpointError, Interrupted
+from etude.runs.checkpoint import CheckpointStore
+from etude.runs.directory import Run, resolve_run
+from etude.runs.loggers import LoggerGroup
+from etude.runs.metrics import MetricsLog
+
+if TYPE_CHECKING:
+    from etude.trainer import Trainer
+
+log = logging.getLogger("etude")
+
+
+class Record:
+    """Writes what a run leaves behind; with `run=False`, nothing at all."""
+
+    def __init__(self, trainer: Trainer, group: Group, resume: str | Path) -> None:
+        self.trainer, self.group, self.resume = trainer, group, resume
+        self.directory: Path | None = None
+        self.store: CheckpointStore | None = None
+        self.metrics: MetricsLog | None = None
+        self.loggers = LoggerGroup([])
+
+    def __enter__(self) -> Record:
+        trainer, config = self.trainer, self.trainer.config
+        request = trainer.run_request
+        if request is False:
+            return self
+        if self.group.is_main:
+            self.directory = resolve_run(request, root=trainer.run_root, name=trainer.name, resume=self.resume).dir
+        self.directory = Path(self.group.gather(str(self.directory))[0])
+        trainer.run = Run(self.directory)
+        self.store = trainer.run.checkpoints(
+            keep_last=config.keep_last, keep_best=config.keep_best, best_mode=config.best_mode, on_warning=self._warn
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loggers.close()
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def _warn(self, message: str) -> None:
+        if self.group.is_main:
+            log.warning("%s", message)
+
+    def find_checkpoint(self, resume: str | Path) -> dict[str, Any] | None:
+        """Return the state to go on from, verified: the newest good one, the one named, or None to start afresh."""
+        if str(resume) == "never" or (self.store is None and str(resume) == "auto"):
+            return None
+        found: list[str | None] = [None, None]
+        if self.group.is_main:
+            try:
+                found = [str(self._load(resume).path), None]
+            except FileNotFoundError:
+                pass
+            except CheckpointError as error:
+                found = [None, str(error)]
+        path, error_text = self.group.gather(found)[0]
+        if error_text:
+            raise CheckpointError(error_text)
+        if path is None:
+            return None
+        checkpoint = CheckpointStore(Path(path).parent).load(Path(path))
+        if self.group.is_main:
+            log.info("resuming from %s at step %d", checkpoint.path, checkpoint.step)
+        return checkpoint.tree
+
+    def _load(self, resume: str | Path) -> Any:
+        if str(resume) == "auto":
+            assert self.store is not None
+            if not self.store.steps():
+                raise FileNotFoundError
+            return self.store.load("last")
+        path = Path(resume)
+        if (path / "checkpoints").is_dir():
+            return CheckpointStore(path / "checkpoints", on_warning=self._warn).load("last")
+        if not path.exists():
+            raise CheckpointError(
+                f"no checkpoint at {path}; resume takes 'auto', 'never', a checkpoint or a run directory"
+            )
+        return CheckpointStore(path.parent).load(path)
+
+    def start(self, progress: Progress, parameters: tuple[int, int]) -> None:
+        """Open the metrics, cut back to where we go on from, and the loggers."""
+        if self.directory is None or not self.group.is_main:
+            return
+        run = Run(self.directory)
+        config = self.trainer.describe()
+        if progress.step:
+            self._say_changes(run.read_config(), config)
+        run.write_config(config)
+        run.write_environment()
+        run.set_status("running", step=progress.step, trainable_parameters=parameters[0], parameters=parameters[1])
+        self.metrics = MetricsLog(self.directory / "metrics.jsonl")
+        self.metrics.truncate_after(progress.step)
+        self.loggers = LoggerGroup(self.trainer.loggers)
+        self.loggers.start(self.directory, config, progress.step)
+
+    def _say_changes(self, before: Any, now: Any, path: str = "") -> None:
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            for key in [*before, *(key for key in now if key not in before)]:
+                self._say_changes(before.get(key), now.get(key), f"{path}.{key}" if path else str(key))
+        elif before != now:
+            log.info("configuration changed since the last session: %s: %s -> %s", path, before, now)
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """Write one row to metrics.jsonl and the loggers."""
+        if self.metrics is not None:
+            self.metrics.write(step, row)
+            self.loggers.log(step, row)
+
+    def save(self, tree: Mapping[str, Any], step: int, metric: float | None) -> None:
+        """Hand a checkpoint to the background writer."""
+        if self.store is not None and self.group.is_main:
+            self.store.save(tree, step=step, metric=metric)
+
+    def reserve(self, tree: Mapping[str, Any]) -> None:
+        """Get memory ready for saves like this one, so that the first does not wait for it."""
+        if self.store is not None and self.group.is_main:
+            self.store.reserve(tree)
+
+    def wait(self) -> str | None:
+        """Wait until everything is on disk; return what went wrong, if anything did."""
+        if self.store is None or not self.group.is_main:
+            return None
+        try:
+            self.store.wait()
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def finish(self, progress: Progress, error: BaseException | None, stopped: str | None) -> None:
+        """Write how the run ended."""
+        run = self.trainer.run
+        if not self.group.is_main or run is None or self.store is None:
+            return
+        self.wait()
+        if error is None:
+            run.set_status("finished", step=progress.step, stopped=stopped or "finished")
+        elif isinstance(error, Interrupted):
+            run.set_status("interrupted", step=progress.step, error=error.message)
+        else:
+            run.set_status("failed", step=progress.step, error=f"{type(error).__name__}: {error}")
+
+    @property
+    def best(self) -> Path | None:
+        """The best checkpoint so far."""
+        return self.store.best if self.store is not None else None
+
+    @property
+    def last(self) -> Path | None:
+        """The newest checkpoint."""
+        return self.store.last if self.store is not None else None

@@ -1,0 +1,356 @@
+"""A session: everything that is alive while one rank trains, from the first look at the run directory to the last save.
+
+Engines own the outer loop; a session gives them its parts: `open`, `take_step` until `finished`, `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from etude.callbacks import Callback, CallbackGroup, EarlyStop, ShowProgress
+from etude.data.evaluation import evaluation_batches
+from etude.duration import Duration, Progress
+from etude.engines import state
+from etude.engines.distributed import Group
+from etude.engines.ema import EMA
+from etude.engines.manual import ManualStepper
+from etude.engines.optimizers import Optimization, freeze
+from etude.engines.precision import Precision
+from etude.engines.record import Record
+from etude.engines.signals import StopSignals
+from etude.engines.step import Meter, Stepper, make_loss_function
+from etude.engines.strategy import Alone, count_parameters
+from etude.engines.watchdog import Pulse, Watchdog
+from etude.errors import CheckpointError, ConfigError, Interrupted, RankError, ShortRunError
+from etude.protocols import Place
+from etude.rng import STREAM_EVALUATE, STREAM_INIT, fold, seed_everything
+from etude.types import Result
+
+if TYPE_CHECKING:
+    from etude.trainer import Trainer
+
+log = logging.getLogger("etude")
+
+SMALL_POLICY = 1_000_000
+"""Parameters below which one CPU thread is faster than several."""
+
+
+class Session:
+    """One rank's part in one call of `fit`."""
+
+    def __init__(self, trainer: Trainer, group: Group, strategy: Alone) -> None:
+        self.trainer, self.config, self.group, self.strategy = trainer, trainer.config, group, strategy
+        self.progress = Progress()
+        self.meter = Meter()
+        self.pulse = Pulse()
+        self.signals = StopSignals()
+        self.stopping: str | None = None
+        self.metrics: dict[str, float] = {}
+        self.best: float | None = None
+        self._evaluated_at = self._saved_at = -1
+        self._exits = ExitStack()
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def open(self, resume: str | Path) -> None:
+        """Build everything, take up the newest good checkpoint if there is one, and start the watch."""
+        trainer, config, group = self.trainer, self.config, self.group
+        trainer.session = self
+        watchdog = Watchdog(group.rank, group.world, self.pulse, config.hang_timeout_s)
+        self.watchdog = self._exits.enter_context(watchdog)
+        self._exits.enter_context(self.signals)
+        self.record = self._exits.enter_context(Record(trainer, group, resume))
+        self.place = Place(
+            config.seed, group.rank, group.world, config.batch_size, config.gradient_accumulation_steps,
+            config.num_workers, config.shuffle,
+        )  # fmt: skip
+        self.data = trainer.data
+        self.data.open(self.place)
+        self._exits.callback(self.data.close)
+        self._build_policy()
+        self._build_callbacks()
+        checkpoint = self.record.find_checkpoint(resume)
+        if checkpoint is not None:
+            state.restore(self, checkpoint)
+        self.record.start(self.progress, count_parameters(self.policy))
+        if not trainer.is_manual and not self.finished:
+            self._settle()
+        self.callbacks.on_fit_start(trainer)
+        self._clock = time.perf_counter() - self.progress.seconds
+        self._lap = (self.progress.step, time.perf_counter())
+        self._first_step = self.progress.step
+
+    def _build_policy(self) -> None:
+        trainer, config = self.trainer, self.config
+        self.policy: nn.Module = trainer.policy
+        seed_everything(fold(config.seed, STREAM_INIT))
+        if getattr(self.policy, "is_built", True) is False:
+            if self.data.spec is None:
+                raise ConfigError(
+                    "the policy takes its shapes from the data, but the data has no spec; give the policy's shapes"
+                )
+            self.policy.build(self.data.spec)  # type: ignore[operator]
+        self.precision = Precision(config.precision, self.group.device)
+        self.precision.convert(self.policy)
+        self._choose_threads()
+        self.frozen = freeze(self.policy, config.freeze)
+        if config.compile:
+            self.policy.compile()
+        loss = make_loss_function(trainer, self.policy, self.group.device, self.precision)
+        self.strategy.spread(self.policy, loss, manual=trainer.is_manual)
+        self.ema = EMA(self.policy, config.ema_decay) if config.ema_decay else None
+        self.names = {parameter: name for name, parameter in self.policy.named_parameters()}
+        self.optimizations: dict[str, Optimization] = trainer.make_optimizations()
+        self.stepper = self._make_stepper()
+        self.set_train_mode()
+
+    def _choose_threads(self) -> None:
+        wanted = self.config.num_threads
+        if wanted is None and self.group.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # Threads that wait for each other at every small matrix cost more than they bring: a 30k-parameter MLP
+            # took 130 ms a step with two threads on two busy cores, and 1 ms with one.
+            wanted = 1 if count_parameters(self.policy)[1] < SMALL_POLICY else None
+        if wanted is not None:
+            self._exits.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(wanted)
+
+    def _make_stepper(self) -> Stepper | ManualStepper:
+        config = self.config
+        if self.trainer.is_manual:
+            return ManualStepper(self)
+        stepper = Stepper(
+            self.strategy, self.optimizations, self.names, self.precision, self.ema, self.pulse, seed=config.seed,
+            batch_size=config.batch_size, accumulate=config.gradient_accumulation_steps, ids=self.data.ids,
+        )  # fmt: skip
+        stepper.meter = self.meter
+        return stepper
+
+    def _settle(self) -> None:
+        if self.group.world > 1:
+            seed_everything(fold(self.config.seed, STREAM_INIT, self.group.rank))
+            with self.precision.forward():
+                self.strategy.settle(self.data.take(self.progress.step)[0])
+
+    def _build_callbacks(self) -> None:
+        callbacks: list[Callback] = list(self.trainer.callbacks)
+        if self.config.early_stopping is not None:
+            callbacks.append(EarlyStop(self.config.early_stopping))
+        if self.group.is_main and self.trainer.show_progress:
+            callbacks.append(ShowProgress())
+        self.callbacks = CallbackGroup(callbacks)
+
+    def close(self, error: BaseException | None) -> None:
+        """End the session; `error` says why, if it did not end well."""
+        if error is not None and hasattr(self, "callbacks"):
+            self.callbacks.on_exception(self.trainer, error)
+        if hasattr(self, "record"):
+            self.record.finish(self.progress, error, self.stopping)
+        self._exits.__exit__(type(error) if error else None, error, None)
+
+    @contextmanager
+    def running(self, resume: str | Path) -> Iterator[Session]:
+        """Open the session, close it however the block ends, and turn a peer's death into a clear error."""
+        failure: BaseException | None = None
+        try:
+            self.open(resume)
+            yield self
+        except BaseException as error:
+            failure = error
+            fault = self.watchdog.diagnose() if isinstance(error, RuntimeError) and hasattr(self, "watchdog") else None
+            if fault:
+                failure = RankError(f"{fault}; ending rank {self.group.rank}")
+                raise failure from error
+            raise
+        finally:
+            self.close(failure)
+
+    # -- time ---------------------------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> Duration:
+        """The requested length of the run."""
+        return self.config.length
+
+    @property
+    def total_steps(self) -> int | None:
+        """The length in optimizer steps, if it can be known beforehand."""
+        length = self.length
+        if length.unit == "steps":
+            return int(length.value)
+        if length.unit == "epochs":
+            per_step = self.data.epochs(1) or self.data.epochs(1000) / 1000
+            return math.ceil(length.value / per_step) if per_step else None
+        return None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the requested length is reached, or something asked to stop for a reason."""
+        return self.stopping is not None or self.length.reached(self.progress)
+
+    def take_step(self) -> None:
+        """Take one optimizer step and whatever is due after it: log, evaluate, save, stop."""
+        before, config = self.progress, self.config
+        step = before.step
+        self.pulse.step = step
+        self.pulse.enter("data")
+        micros = self.data.take(step)
+        totals = self.stepper.take(
+            step, micros, self.signals.received, time.perf_counter() - self._clock, getattr(self.data, "env_steps", 0)
+        )
+        now = self.progress = Progress(
+            step + 1, self.data.epochs(step + 1), before.tokens + totals.weight, totals.env_steps, totals.seconds
+        )
+        self.pulse.longest_step_s = max(self.pulse.longest_step_s, now.seconds - before.seconds)
+        if before.step == self._first_step and config.save_every is not None:
+            self.record.reserve(state.collect(self))
+        if self.callbacks.watch_steps:
+            self.callbacks.on_step_end(self.trainer, {"loss": totals.loss})
+        if config.log_every.due(before, now):
+            self.log_training()
+        if config.evaluate_every is not None and config.evaluate_every.due(before, now):
+            self.evaluate()
+        if self.finished:
+            self._wrap_up()
+        elif config.save_every is not None and config.save_every.due(before, now):
+            self.save()
+        if totals.stop_signal:
+            self._interrupt(totals.stop_signal)
+
+    def _interrupt(self, signum: int) -> None:
+        # Ranks may each have got a signal; the sum says only that one did.
+        received = max(int(number) for number in self.group.gather(self.signals.received))
+        self.save(wait=True)
+        raise Interrupted(received or signum)
+
+    def _wrap_up(self) -> None:
+        """Log and evaluate what the cadence left over, then save: nothing is left to do after the last checkpoint."""
+        if self.meter.sums:
+            self.log_training()
+        if self._evaluated_at != self.progress.step and self.trainer.can_evaluate:
+            self.evaluate()
+        self.save(wait=True)
+
+    def finish(self) -> Result:
+        """End a run that has reached its length; never return short of it."""
+        if not self.finished:
+            raise ShortRunError(f"training ended at step {self.progress.step}, before the requested {self.length}")
+        self.callbacks.on_fit_end(self.trainer)
+        return Result(
+            self.progress.step, dict(self.metrics), self.record.directory, self.record.best, self.record.last,
+            self.stopping or "finished",
+        )  # fmt: skip
+
+    # -- what is due --------------------------------------------------------------------------------------------
+
+    def log_training(self) -> None:
+        """Write the means since the last log, with rates and norms."""
+        self.pulse.enter("sync")
+        row = {f"train/{name}": value for name, value in self.meter.read(self.group).items()}
+        row["epoch"] = self.progress.epochs
+        for name, optimization in self.optimizations.items():
+            row[f"lr/{name}"] = optimization.lr
+            if name in self.stepper.norms:
+                row[f"grad_norm/{name}"] = self.stepper.norms[name]
+        if self.precision.scale is not None:
+            row["loss_scale"] = self.precision.scale.value
+        step, then = self._lap
+        now = time.perf_counter()
+        steps = self.progress.step - step
+        row["time/step_ms"] = (now - then) * 1000 / max(1, steps)
+        row["time/elapsed_s"] = self.progress.seconds
+        self._lap = (self.progress.step, now)
+        self._write(row)
+        self.callbacks.on_log(self.trainer, self.progress.step, row)
+
+    def _write(self, row: dict[str, float]) -> None:
+        self.metrics.update(row)
+        self.record.log(self.progress.step, row)
+
+    def evaluate(self) -> None:
+        """Evaluate with the averaged weights if there are any, on a random stream of its own."""
+        self.pulse.enter("evaluate")
+        self.strategy.synchronise_buffers()
+        seed_everything(fold(self.config.seed, STREAM_EVALUATE, self.group.rank))
+        self.policy.eval()
+        with ExitStack() as stack:
+            if self.ema is not None:
+                stack.enter_context(self.ema.applied())
+            stack.enter_context(torch.no_grad())
+            found = self.trainer.evaluate()
+        self.set_train_mode()
+        # Rank 0 speaks for all: what differs between ranks was summed inside.
+        row: dict[str, float] = self.group.gather({_eval_name(k): float(v) for k, v in (found or {}).items()})[0]
+        self._evaluated_at = self.progress.step
+        if not row:
+            return
+        self._write(row)
+        self._rank_checkpoint(row)
+        self.callbacks.on_evaluate_end(self.trainer, self.progress.step, row)
+
+    def _rank_checkpoint(self, row: Mapping[str, float]) -> None:
+        config = self.config
+        value = row.get(config.best_metric)
+        if value is None:
+            if "best_metric" in config.model_fields_set:
+                raise ConfigError(
+                    f"training.best_metric: {config.best_metric!r} is not evaluated; there are {', '.join(row)}"
+                )
+            return
+        sign = -1 if config.best_mode == "min" else 1
+        if config.keep_best and (self.best is None or sign * value > sign * self.best):
+            self.best = value
+            if config.evaluate_every is not None:
+                self.save(metric=value)
+
+    def evaluate_losses(self) -> dict[str, float]:
+        """Return the mean loss and metrics over one pass of the evaluation data, over all ranks."""
+        meter = Meter()
+        key = fold(self.config.seed, STREAM_EVALUATE)
+        batches = evaluation_batches(self.trainer.eval_data, self.place, self.config.evaluate_batches)
+        loss = make_loss_function(self.trainer, self.policy, self.group.device, self.precision)
+        for number, batch in enumerate(batches):
+            self.pulse.enter("evaluate")
+            seed_everything(fold(key, number * self.group.world + self.group.rank))
+            with self.precision.forward():
+                root, factor, weight, metrics = loss(batch)
+            if float(weight):
+                meter.add("loss", root.item() * factor / float(weight), float(weight))
+                for name, value in metrics.items():
+                    meter.add(name, value, float(weight))
+        return meter.read(self.group)
+
+    def save(self, *, metric: float | None = None, wait: bool = False) -> None:
+        """Save everything that the next step depends on; once per step, whoever asks."""
+        self.pulse.enter("save")
+        if metric is None and self._evaluated_at == self.progress.step:
+            metric = self.metrics.get(self.config.best_metric)
+        if self._saved_at != self.progress.step:
+            self.strategy.synchronise_buffers()
+            tree = state.collect(self)
+            self.record.save(tree, self.progress.step, metric)
+            self._saved_at = self.progress.step
+            self.callbacks.on_save(self.trainer, self.progress.step)
+        if wait:
+            fault = self.group.gather(self.record.wait())[0]
+            if fault:
+                raise CheckpointError(fault)
+
+    def set_train_mode(self) -> None:
+        """Put the policy in train mode, except for what is frozen."""
+        self.policy.train()
+        for module in self.frozen:
+            module.eval()
+
+
+def _eval_name(name: str) -> str:
+    return name if "/" in name else f"eval/{name}"

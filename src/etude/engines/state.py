@@ -1,0 +1,90 @@
+"""What a checkpoint holds: everything that the next step depends on, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from etude.duration import Progress
+from etude.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from etude.engines.session import Session
+
+log = logging.getLogger("etude")
+
+
+def collect(session: Session) -> dict[str, Any]:
+    """Return the state of a session as a tree of tensors and plain values; every rank must call."""
+    tree: dict[str, Any] = {
+        "policy": session.strategy.state_dict(),
+        "optimizer": {n: o.state_dict(session.names) for n, o in session.optimizations.items()},
+        "session": {
+            "progress": session.progress.to_dict(),
+            "meter": {"sums": {k: float(v) for k, v in session.meter.sums.items()}, "weights": session.meter.weights},
+            "metrics": session.metrics,
+            "best": session.best,
+            "evaluated_at": session._evaluated_at,
+            "callbacks": session.callbacks.state_dict(),
+            "world": session.group.world,
+            "seed": session.config.seed,
+            "global_batch": session.place.global_batch,
+            "precision": session.config.precision,
+        },
+    }
+    if session.ema is not None:
+        tree["ema"] = session.ema.state_dict()
+    if session.precision.scale is not None:
+        tree["session"]["loss_scale"] = session.precision.scale.state_dict()
+    for name, part in _stateful(session):
+        tree[name] = part.state_dict()
+    # Meters are sums of one rank; the others' are gathered so that means over ranks survive a restart.
+    if session.group.world > 1:
+        tree["session"]["meters"] = session.group.gather(tree["session"]["meter"])
+    return tree
+
+
+def restore(session: Session, tree: dict[str, Any]) -> None:
+    """Take up a saved state; say so where the configuration makes the continuation differ."""
+    saved = tree["session"]
+    _warn_changes(session, saved)
+    session.strategy.load_state_dict(tree["policy"])
+    missing = sorted(set(session.optimizations) - set(tree["optimizer"]))
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no state for optimizer {missing[0]!r}; it has {sorted(tree['optimizer'])}"
+        )
+    for name, optimization in session.optimizations.items():
+        optimization.load_state_dict(tree["optimizer"][name], session.names)
+    if session.ema is not None:
+        session.ema.load_state_dict(tree["ema"] if "ema" in tree else tree["policy"])
+    if session.precision.scale is not None and "loss_scale" in saved:
+        session.precision.scale.load_state_dict(saved["loss_scale"])
+    for name, part in _stateful(session):
+        if name in tree:
+            part.load_state_dict(tree[name])
+    meters = saved.get("meters", [saved["meter"]])
+    meter = meters[session.group.rank] if session.group.rank < len(meters) else {"sums": {}, "weights": {}}
+    session.meter.sums, session.meter.weights = dict(meter["sums"]), dict(meter["weights"])
+    session.progress = Progress(**saved["progress"])
+    session.metrics = dict(saved["metrics"])
+    session.best = saved["best"]
+    session._evaluated_at, session._saved_at = saved["evaluated_at"], session.progress.step
+    session.callbacks.load_state_dict(saved["callbacks"])
+
+
+def _stateful(session: Session) -> list[tuple[str, Any]]:
+    """Return the parts that carry state of their own: a replay buffer, a KL controller, a counter."""
+    parts: dict[str, Any] = {"data": session.data, "trainer": session.trainer, "algorithm": session.trainer.algorithm}
+    return [(name, part) for name, part in parts.items() if hasattr(part, "state_dict")]
+
+
+def _warn_changes(session: Session, saved: dict[str, Any]) -> None:
+    now = {
+        "seed": session.config.seed,
+        "global_batch": session.place.global_batch,
+        "precision": session.config.precision,
+    }
+    changed = [f"{key} {saved[key]} -> {value}" for key, value in now.items() if saved[key] != value]
+    if changed and session.group.is_main:
+        log.warning("resuming with %s: training goes on, but not bit for bit as it would have", ", ".join(changed))

@@ -1,0 +1,229 @@
+"""The Trainer: joins a policy, data, an algorithm and an engine. This is the class to subclass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from etude.callbacks import Callback
+from etude.config.training import TrainingConfiguration
+from etude.data.coerce import as_data
+from etude.duration import Progress
+from etude.engines.optimizers import Optimization, assign_parameters, build_optimizer
+from etude.engines.schedule import make_schedule
+from etude.engines.session import Session
+from etude.errors import ConfigError
+from etude.protocols import Algorithm, Data, Engine, Logger, TrainStep
+from etude.runs.directory import Run
+from etude.types import Result
+
+Optimizers = Optimizer | Optimization | Mapping[str, Optimizer | Optimization]
+
+
+class Trainer:
+    """Trains a policy on data with an algorithm, on any engine.
+
+    Override a hook to change one thing: `compute_loss` for the objective, `prepare_batch` for what needs no gradient,
+    `configure_optimizers` for who updates what, `evaluate` for what counts as good. Define `train_step(batch)` to take
+    the whole update into your own hands.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        data: Any,
+        algorithm: Algorithm | None = None,
+        *,
+        engine: str | Engine = "torch",
+        config: TrainingConfiguration | None = None,
+        run: str | Path | Run | Literal[False] | None = None,
+        callbacks: Sequence[Callback] = (),
+        loggers: Sequence[Logger] | None = None,
+        eval_data: Any = None,
+        name: str | None = None,
+        run_root: str | Path = "runs",
+        run_config: Mapping[str, Any] | None = None,
+        show_progress: bool = True,
+    ) -> None:
+        """Join the parts; nothing is built, read or written before `fit`.
+
+        Args:
+            policy: What is trained. A policy that takes its shapes from the data is built when training starts.
+            data: A dataset, a DataLoader, an iterable, a dictionary of tensors, or an `etude.Data`.
+            algorithm: How a batch becomes a loss; None asks the policy (`policy(batch)`).
+            engine: How a loss becomes an update: a key of the engine registry, or an engine.
+            config: Length, optimisation, cadence and safety.
+            run: Directory or name of the run; None makes `runs/<time>-<name>`, False writes nothing.
+            callbacks: What else happens around the loop.
+            loggers: Where metrics go beside metrics.jsonl; None means TensorBoard.
+            eval_data: What `evaluate` measures the loss on; like `data`.
+            name: A word for the run's directory when `run` is None.
+            run_root: Where runs without a directory of their own go.
+            run_config: What to store as the run's configuration instead of the training section alone.
+            show_progress: Show live progress in a terminal, plain lines elsewhere.
+        """
+        if not isinstance(policy, nn.Module):
+            raise ConfigError(f"policy must be a torch.nn.Module, got {type(policy).__name__}")
+        self.policy = policy
+        self.data: Data = as_data(data)
+        self.algorithm = algorithm
+        self.engine = engine
+        self.config = config or TrainingConfiguration()
+        self.run_request = run
+        self.run: Run | None = run if isinstance(run, Run) else None
+        self.callbacks = list(callbacks)
+        self.eval_data = eval_data
+        self.name = name
+        self.run_root = run_root
+        self.show_progress = show_progress
+        self.session: Session
+        self._run_config = run_config
+        self._loggers = loggers
+
+    # -- hooks --------------------------------------------------------------------------------------------------
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """Turn a raw batch into what `compute_loss` needs, without gradient: normalise, advantages, old log-probs."""
+        prepare = getattr(self.algorithm, "prepare", None)
+        return batch if prepare is None else prepare(self.policy, batch)
+
+    def compute_loss(self, policy: Any, batch: Any) -> Any:
+        """Return a `Loss`, or `{"loss": mean, ...}`, or a scalar mean."""
+        return policy(batch) if self.algorithm is None else self.algorithm.loss(policy, batch)
+
+    def configure_optimizers(self) -> Optimizers:
+        """Return named optimizers, or one; the default follows `config.optimizer` or `config.optimizers`.
+
+        An `Optimization` adds a schedule and a clip norm to a plain torch optimizer.
+        """
+        configs = self.config.named_optimizers()
+        steps = self.session.total_steps
+        return {
+            name: Optimization(
+                build_optimizer(configs[name], params), make_schedule(configs[name], steps), configs[name].clip_norm
+            )
+            for name, params in assign_parameters(self.policy, configs).items()
+        }
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Return evaluation metrics: by default the mean loss over `eval_data`.
+
+        Runs in eval mode without gradient, with averaged weights if there are any, on a random stream of its own.
+        Every rank calls it; what rank 0 returns is recorded.
+        """
+        return {} if self.eval_data is None else self.session.evaluate_losses()
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def fit(self, resume: str | Path = "auto") -> Result:
+        """Train to the requested length.
+
+        Args:
+            resume: "auto" goes on from the run's newest good checkpoint if it has one, "never" starts afresh in a
+                directory of its own, a path goes on from that checkpoint or run.
+        """
+        engine = self.engine
+        if isinstance(engine, str):
+            from etude.registry import ENGINE_REGISTRY
+
+            engine = self.engine = ENGINE_REGISTRY.get(engine)()
+        result: Result = engine.run(self, resume)
+        return result
+
+    def train(self) -> Result:
+        """Train; another name for `fit()`."""
+        return self.fit()
+
+    def stop(self, reason: str) -> None:
+        """Ask training to end after this step, for a reason that the result will give."""
+        self.session.stopping = reason
+
+    # -- what engines ask ---------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        """How far training has come."""
+        return self.session.progress if hasattr(self, "session") else Progress()
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return self.session.group.rank
+
+    @property
+    def world(self) -> int:
+        """How many ranks train together."""
+        return self.session.group.world
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The torch optimizers by name, for trainers with their own `train_step`."""
+        return {name: optimization.optimizer for name, optimization in self.session.optimizations.items()}
+
+    @property
+    def loggers(self) -> Sequence[Logger]:
+        """The loggers of the run."""
+        if self._loggers is None:
+            from etude.runs.loggers import TensorBoardLogger
+
+            self._loggers = [TensorBoardLogger()]
+        return self._loggers
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether this trainer makes the update itself, in `train_step`."""
+        return hasattr(self, "train_step")
+
+    @property
+    def prepares_batches(self) -> bool:
+        """Whether `prepare_batch` does anything."""
+        return type(self).prepare_batch is not Trainer.prepare_batch or hasattr(self.algorithm, "prepare")
+
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether `evaluate` has anything to measure."""
+        return self.eval_data is not None or type(self).evaluate is not Trainer.evaluate
+
+    def make_optimizations(self) -> dict[str, Optimization]:
+        """Return what `configure_optimizers` gives, as named `Optimization`s."""
+        given = self.configure_optimizers()
+        if isinstance(given, Optimizer | Optimization):
+            given = {"policy": given}
+        if not isinstance(given, Mapping) or not given:  # type: ignore[redundant-expr]
+            raise ConfigError(
+                "configure_optimizers must return an optimizer, an Optimization or a dictionary of them, "
+                f"got {type(given).__name__}"
+            )
+        plain = self.config.clip_norm
+        return {n: o if isinstance(o, Optimization) else Optimization(o, None, plain) for n, o in given.items()}
+
+    def run_train_step(self, batch: Any) -> Any:
+        """Call the trainer's own `train_step` with a prepared batch on the right device."""
+        from etude.data.device import to_device
+
+        batch = self.session.precision.cast_batch(batch) if self.config.precision == "float64" else batch
+        return self.train_step(self.prepare_batch(to_device(batch, self.session.group.device)))  # type: ignore[attr-defined]
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return the configuration to store with the run."""
+        return self._run_config or {"training": self.config.model_dump(mode="json")}
+
+
+def wrap_train_step(kind: Callable[..., TrainStep], params: Mapping[str, Any]) -> type[Trainer]:
+    """Return a Trainer that leaves the update to a class made from (models, optimizers, loss, device)."""
+
+    class StepTrainer(Trainer):
+        """Runs the `train_step` of a class that knows nothing of Etude."""
+
+        def train_step(self, batch: Any) -> Mapping[str, Any]:
+            """Pass the batch on; the inner trainer is made once everything it needs is there."""
+            if not hasattr(self, "inner"):
+                models = self.policy if isinstance(self.policy, nn.ModuleDict) else {"policy": self.policy}
+                self.inner = kind(models, self.optimizers, self.algorithm, self.session.group.device, **params)
+            return self.inner.train_step(batch)
+
+    return StepTrainer

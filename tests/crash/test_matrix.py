@@ -1,0 +1,65 @@
+"""2N steps equal N steps, SIGKILL, resume, N steps: every cell of the matrix, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude import Callback, Trainer
+from tests.crash.harness import compare
+from tests.crash.workload import Case, train
+from tests.processes import run_ranks
+
+HALF = 4
+BATCH = 4
+
+
+class KillAfter(Callback):
+    """Die without a word in the middle of the step after the save."""
+
+    def on_step_end(self, trainer: Trainer, metrics: Any) -> None:
+        if trainer.progress.step == HALF + 1:
+            trainer.session.record.wait()
+            trainer.session.group.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cells() -> list[Case]:
+    """Return the full product; epoch edge: the save falls exactly on the end of an epoch, or inside one."""
+    product = itertools.product([True, False], [True, False], [1, 2], [0, 2], [True, False], [True, False], [1, 2])
+    return [
+        Case(
+            dropout=dropout, augment=augment, accumulate=accumulate, workers=workers, two_optimizers=two, ranks=ranks,
+            samples=HALF * BATCH * accumulate * ranks if edge else 37, save_every=HALF, steps=2 * HALF, evaluate=True,
+        )  # fmt: skip
+        for dropout, augment, accumulate, workers, two, edge, ranks in product
+    ]
+
+
+def check(case: Case, root: Path) -> str | None:
+    assert run_ranks(partial(train, case, root / "straight"), case.ranks) == [0] * case.ranks
+    killed = run_ranks(partial(train, case, root / "killed", [KillAfter()]), case.ranks)
+    assert killed == [-signal.SIGKILL] * case.ranks
+    assert run_ranks(partial(train, case, root / "killed"), case.ranks) == [0] * case.ranks
+    return compare(root / "killed", root / "straight")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_half_a_run_killed_and_resumed_equals_the_whole_in_every_cell(tmp_path: Path, ranks: int) -> None:
+    mine = [case for case in cells() if case.ranks == ranks]
+    assert len(mine) == 64
+    differing = {str(case): found for n, case in enumerate(mine) if (found := check(case, tmp_path / str(n)))}
+    assert not differing
+
+
+def test_three_ranks_resume_bit_for_bit_too(tmp_path: Path) -> None:
+    # With more than two ranks the order of a sum depends on where a gradient lies in its reduction bucket.
+    case = Case(ranks=3, save_every=HALF, steps=2 * HALF)
+    assert check(case, tmp_path) is None

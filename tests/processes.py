@@ -1,0 +1,86 @@
+"""Real ranks for tests: forked from a process that has imported everything, so that a group starts in no time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch._dynamo  # what DDP imports on first use, a second or more: here once instead of in every child
+
+
+def spawn(work: Callable[[], object], ranks: int = 1) -> list[int]:
+    """Fork one process a rank, each with torchrun's variables, and return their ids."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [_fork(work, rank, ranks, port) for rank in range(ranks)]
+
+
+def _fork(work: Callable[[], object], rank: int, ranks: int, port: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        if ranks > 1:
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+            )  # fmt: skip
+        work()
+        code = 0
+    except SystemExit as leave:
+        code = int(leave.code or 0)
+    except BaseException as error:  # noqa: BLE001 - a forked child must never return into the parent's stack
+        traceback.print_exc()
+        code = getattr(error, "exit_code", 1)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def reap(pids: list[int], timeout_s: float = 60.0) -> list[int]:
+    """Wait for processes and return their exit codes (negative for signals); kill what does not end in time."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            kill(pid for pid in pids if pid not in codes)
+            deadline = float("inf")
+        time.sleep(0.002)
+    return [codes[pid] for pid in pids]
+
+
+def run_ranks(work: Callable[[], object], ranks: int, timeout_s: float = 60.0) -> list[int]:
+    """Run a function on several ranks and return their exit codes."""
+    return reap(spawn(work, ranks), timeout_s)
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Send SIGKILL."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def wait_for(path: Path, timeout_s: float = 30.0) -> None:
+    """Wait until a file exists."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)
