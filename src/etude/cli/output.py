@@ -1,0 +1,75 @@
+"""Printing for people in a terminal (rich), for pipes (plain text) and for programs (JSON); secrets never leave."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from etude.secrets import redact, redact_tree
+
+
+def in_terminal() -> bool:
+    """Tell whether standard output is a terminal that understands more than plain text."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def is_main_rank() -> bool:
+    """Tell whether this process is the one that talks, under torchrun or alone."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str = "") -> None:
+    """Print one line to standard output."""
+    sys.stdout.write(redact(text) + "\n")
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON."""
+    sys.stdout.write(json.dumps(_strict(redact_tree(value)), indent=2, default=str, allow_nan=False) + "\n")
+
+
+def _strict(value: Any) -> Any:
+    # JSON has no NaN and no infinity; as text they are at least seen.
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    return [_strict(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
+    """Print rows under column heads; columns whose index is in `right` are aligned to the right."""
+    cleaned = [[redact(cell) for cell in row] for row in rows]
+    if in_terminal():
+        _print_rich(columns, cleaned, right)
+        return
+    widths = [max(len(row[index]) for row in [columns, *cleaned]) for index in range(len(columns))]
+    for row in [columns, *cleaned]:
+        cells = [
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+
+
+def _print_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(
+            column,
+            justify="right" if index in right else "left",
+            style="cyan" if index == 0 else None,
+            overflow="fold",
+        )
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(highlight=False).print(table)

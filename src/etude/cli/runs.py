@@ -1,0 +1,78 @@
+"""`etude runs` and `etude report`: what earlier runs left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+
+from etude.cli.output import print_json, print_table, say
+from etude.errors import EtudeError
+
+MOST_METRICS = 3
+
+
+def find_run(run: str, root: Path = Path("runs")) -> Path:
+    """Return the directory of a run given as a path or as a name under `root`."""
+    for path in (Path(run), root / run):
+        if path.is_dir():
+            return path
+    from difflib import get_close_matches
+
+    names = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    close = get_close_matches(run, names, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "`etude runs` lists the runs there are"
+    raise EtudeError(f"there is no run {run!r}, neither as a directory nor under {root}/; {hint}")
+
+
+def print_runs(root: Path, *, as_json: bool) -> None:
+    """Print the runs under `root`, newest first."""
+    from etude.runs.directory import Run
+    from etude.runs.progress import format_duration
+
+    if not root.is_dir():
+        raise EtudeError(f"{root}: no such folder; give the folder that holds the runs")
+    summaries = Run.list(root)
+    if as_json:
+        print_json([vars(summary) for summary in summaries])
+        return
+    if not summaries:
+        say(f"no runs under {root}")
+        return
+    rows = [
+        (
+            summary.name,
+            summary.state,
+            "-" if summary.step is None else str(summary.step),
+            _main_metrics(summary.metrics),
+            _moment(summary.started),
+            format_duration(summary.duration_s),
+        )
+        for summary in summaries
+    ]
+    print_table(("run", "state", "step", "metrics", "started", "duration"), rows, right=(2, 5))
+
+
+def make_report(run: str, output: Path | None, *, open_page: bool) -> None:
+    """Write the report of a run, say where it is, and open it if asked."""
+    from etude.runs.report import write_report
+
+    path = write_report(find_run(run), output)
+    say(str(path))
+    if open_page:
+        import webbrowser
+
+        webbrowser.open(path.resolve().as_uri())
+
+
+def _main_metrics(metrics: Mapping[str, float]) -> str:
+    from etude.runs.progress import format_figure
+
+    names = [name for name in metrics if name.startswith(("eval/", "train/"))]
+    names.sort(key=lambda name: (not name.startswith("eval/"), not name.endswith("loss")))
+    return "  ".join(f"{name} {format_figure(metrics[name])}" for name in names[:MOST_METRICS]) or "-"
+
+
+def _moment(started: object) -> str:
+    # A status file may have been written by another program, or by hand.
+    return f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}" if isinstance(started, int | float) else "-"

@@ -1,0 +1,93 @@
+"""`etude runs` and `etude report` on real run directories."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from etude.cli.main import app
+from etude.cli.runs import find_run
+from etude.errors import EtudeError
+from etude.runs.directory import Run
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make_run(name: str, loss: float = 0.5) -> Run:
+    run = Run(Path("runs") / name)
+    run.set_status("running", step=0)
+    with run.metrics() as metrics:
+        metrics.write(10, {"epoch": 1.0, "train/loss": 2.0, "lr/policy": 1e-3})
+        metrics.write(10, {"eval/accuracy": 0.75, "eval/loss": loss})
+    run.set_status("finished", step=10)
+    return run
+
+
+def test_runs_are_listed_with_state_step_and_main_metrics(folder: Path) -> None:
+    make_run("first")
+    make_run("second", loss=math.nan)
+    result = runner.invoke(app, ["runs"])
+    head, newest, oldest = result.stdout.splitlines()
+    assert head.split() == ["run", "state", "step", "metrics", "started", "duration"]
+    assert newest.split()[:3] == ["second", "finished", "10"]
+    assert "eval/loss 0.5  eval/accuracy 0.75  train/loss 2" in oldest
+    assert "\x1b" not in result.stdout
+
+
+def test_runs_as_json_are_strict_json(folder: Path) -> None:
+    make_run("only", loss=math.inf)
+    (run,) = json.loads(runner.invoke(app, ["runs", "--json"]).stdout, parse_constant=pytest.fail)
+    assert (run["name"], run["state"], run["step"]) == ("only", "finished", 10)
+    assert run["metrics"]["eval/loss"] == "inf"
+
+
+def test_an_empty_folder_has_no_runs_and_a_missing_one_is_a_mistake(folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    assert runner.invoke(app, ["runs", "elsewhere"]).stdout == "no runs under elsewhere\n"
+    missing = runner.invoke(app, ["runs"])
+    assert isinstance(missing.exception, EtudeError)
+    assert "no such folder" in str(missing.exception)
+
+
+def test_a_foreign_status_file_does_not_break_the_list(folder: Path) -> None:
+    make_run("good")
+    odd = folder / "runs" / "odd"
+    odd.mkdir()
+    (odd / "status.json").write_text('{"state": 7}')
+    result = runner.invoke(app, ["runs"])
+    assert result.exit_code == 0, result.exception
+    assert "odd" in result.stdout
+
+
+def test_a_report_is_written_by_name_or_path(folder: Path) -> None:
+    run = make_run("first")
+    assert runner.invoke(app, ["report", "first"]).stdout == "runs/first/report.html\n"
+    result = runner.invoke(app, ["report", str(run.dir.resolve()), "--output", "out/page.html"])
+    assert result.stdout == "out/page.html\n"
+    assert "eval/accuracy" in Path("out/page.html").read_text()
+
+
+def test_open_shows_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run("first")
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    runner.invoke(app, ["report", "first", "--open"])
+    assert opened == [(folder / "runs/first/report.html").as_uri()]
+
+
+def test_a_misspelt_run_is_corrected(folder: Path) -> None:
+    make_run("digits-one")
+    with pytest.raises(EtudeError, match="did you mean 'digits-one'"):
+        find_run("digit-one")
+    with pytest.raises(EtudeError, match="etude runs"):
+        find_run("zzz")

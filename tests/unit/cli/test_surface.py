@@ -1,0 +1,67 @@
+"""The command line is public: a change to this list must be deliberate, and noted in the changelog."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from etude.cli.main import app
+
+SURFACE = """
+etude --install-completion
+etude --show-completion
+etude --version
+etude train CONFIG? KEY=VALUE?
+etude train --resume auto|never|PATH = auto
+etude train --train_config --train-config CONFIG
+etude resume RUN KEY=VALUE?
+etude check CONFIG KEY=VALUE?
+etude check --json
+etude runs ROOT? = runs
+etude runs --json
+etude report RUN
+etude report --output -o FILE
+etude report --open
+etude list KIND? NAME?
+etude list --plugin MODULE
+etude list --json
+etude verify CONFIG KEY=VALUE?
+etude verify --steps N = 20
+etude new trainer NAME
+etude new trainer --dir DIR = .
+"""
+
+
+def _describe(command: Any, path: str) -> list[str]:
+    arguments, options = [], []
+    for parameter in command.params:
+        default = parameter.default
+        shown = f" = {default}" if default not in (None, False) and not callable(default) else ""
+        if parameter.param_type_name == "argument":
+            arguments.append(f"{parameter.metavar or parameter.name.upper()}{'' if parameter.required else '?'}{shown}")
+        elif parameter.name != "help":
+            names = " ".join(parameter.opts)
+            kind = "" if parameter.is_flag else f" {parameter.metavar}"
+            options.append(f"{path} {names}{kind}{shown}")
+    head = [f"{path} {' '.join(arguments)}"] if arguments else []
+    nested = [
+        line for name, one in getattr(command, "commands", {}).items() for line in _describe(one, f"{path} {name}")
+    ]
+    return [*head, *sorted(options), *nested]
+
+
+def test_the_command_line_surface_is_frozen() -> None:
+    found = _describe(typer.main.get_command(app), "etude")
+    assert sorted(found) == sorted(SURFACE.split("\n")[1:-1])
+
+
+def test_every_command_and_option_has_help() -> None:
+    def silent(command: Any, path: str) -> list[str]:
+        here = [] if command.help else [path]
+        here += [f"{path} {one.name}" for one in command.params if not getattr(one, "help", None)]
+        return here + [
+            gap for name, one in getattr(command, "commands", {}).items() for gap in silent(one, f"{path} {name}")
+        ]
+
+    assert silent(typer.main.get_command(app), "etude") == []
