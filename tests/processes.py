@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch._dynamo  # what DDP imports on first use, a second or more: here once instead of in every child
+import torch._dynamo  # noqa: F401 - DDP imports it on first use, for a second or more: once here, not in every child
 
 
 def spawn(work: Callable[[], object], ranks: int = 1) -> list[int]:
@@ -32,8 +32,12 @@ def _fork(work: Callable[[], object], rank: int, ranks: int, port: int) -> int:
     try:
         if ranks > 1:
             os.environ.update(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-            )  # fmt: skip
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(ranks),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )
         work()
         code = 0
     except SystemExit as leave:

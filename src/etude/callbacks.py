@@ -157,6 +157,7 @@ class ShowProgress(Callback):
     def __init__(self) -> None:
         self.display: ProgressDisplay | None = None
         self._start = (0, 0.0)
+        self._shown_s = 0.0
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Open the display."""
@@ -164,6 +165,13 @@ class ShowProgress(Callback):
 
         self.display = ProgressDisplay()
         self._start = (trainer.progress.step, time.perf_counter())
+
+    def on_step_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Keep a live bar moving between logs; five times a second at most."""
+        now = time.monotonic()
+        if now - self._shown_s > 0.2:
+            self._shown_s = now
+            self._show(trainer, trainer.progress.step, {})
 
     def on_log(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         """Show the training metrics."""

@@ -282,7 +282,7 @@ def _has(component: type, name: str) -> bool:
 
 _TRAINER_ARGUMENTS = (
     "policy", "data", "algorithm", "engine", "config", "run", "callbacks", "loggers", "eval_data", "run_config", "name",
-    "run_root",
+    "run_root", "show_progress",
 )  # fmt: skip
 _TRAIN_STEP_ARGUMENTS = ("models", "optimizers", "loss", "device")
 _HOOKS = ("on_fit_start", "on_step_end", "on_log", "on_evaluate_end", "on_save", "on_fit_end", "on_exception")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,10 +24,15 @@ def register_secret(value: Any) -> None:
     global _spellings
     reveal = getattr(value, "get_secret_value", None)
     text = str(reveal() if callable(reveal) else value)
-    if len(text.strip()) < MIN_LENGTH or _ORDINARY.fullmatch(text.strip()):
+    if len(text.strip()) < MIN_LENGTH or _ORDINARY.fullmatch(text.strip()) or _is_path(text):
         return
     forms = {text, text.strip(), json.dumps(text)[1:-1], repr(text)[1:-1], quote(text, safe=""), quote_plus(text)}
     _spellings = tuple(sorted({*_spellings, *forms}, key=lambda form: (-len(form), form)))
+
+
+def _is_path(text: str) -> bool:
+    """Tell whether a value names something on this disk: `${env:DATA_DIR}` is no secret."""
+    return os.path.isabs(text) and "\0" not in text and os.path.exists(text)
 
 
 def redact(text: str) -> str:

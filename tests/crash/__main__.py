@@ -49,9 +49,8 @@ def main() -> None:
     passed = sum(trial.difference is None for _, trial in results)
     killed = sum(trial.kills for _, trial in results)
     inside = sum(trial.inside_save for _, trial in results)
-    print(
-        f"crash: {passed}/{len(results)} runs resumed bit for bit ({killed} killed before the end, {inside} inside a save)"
-    )
+    where = f"{killed} killed before the end, {inside} inside a save"
+    print(f"crash: {passed}/{len(results)} runs resumed bit for bit ({where})")
     raise SystemExit(0 if passed == len(results) else 1)
 
 

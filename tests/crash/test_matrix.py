@@ -33,13 +33,13 @@ class KillAfter(Callback):
 def cells() -> list[Case]:
     """Return the full product; epoch edge: the save falls exactly on the end of an epoch, or inside one."""
     product = itertools.product([True, False], [True, False], [1, 2], [0, 2], [True, False], [True, False], [1, 2])
-    return [
-        Case(
-            dropout=dropout, augment=augment, accumulate=accumulate, workers=workers, two_optimizers=two, ranks=ranks,
-            samples=HALF * BATCH * accumulate * ranks if edge else 37, save_every=HALF, steps=2 * HALF, evaluate=True,
-        )  # fmt: skip
-        for dropout, augment, accumulate, workers, two, edge, ranks in product
-    ]
+    found = []
+    for dropout, augment, accumulate, workers, two_optimizers, edge, ranks in product:
+        samples = HALF * BATCH * accumulate * ranks if edge else 37
+        found.append(
+            Case(dropout, augment, accumulate, workers, two_optimizers, ranks, samples, save_every=HALF, steps=2 * HALF)
+        )
+    return found
 
 
 def check(case: Case, root: Path) -> str | None:

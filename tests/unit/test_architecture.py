@@ -21,7 +21,7 @@ MAX_FILE_LINES, MAX_TRAINER_LINES, MAX_INIT_LINES, MAX_FUNCTION_LINES = 600, 400
 
 # A module may import its own layer and lower ones. `config.training` is plain data that everyone may read.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "duration", "rng", "protocols", "secrets", "types", "config.training"),
+    ("errors", "duration", "rng", "protocols", "secrets", "types", "config.training", "config.yaml12"),
     ("signatures",),
     ("registry",),
     ("runs",),
@@ -36,7 +36,7 @@ LAYER_OF = {name: height for height, names in enumerate(LAYERS) for name in name
 # Narrower than their layer allows.
 ONLY = {
     "registry": {"errors", "protocols", "signatures"},
-    "runs": {"errors", "duration", "protocols", "secrets", "types", "config.training", "runs"},
+    "runs": {"errors", "duration", "protocols", "secrets", "types", "config.training", "config.yaml12", "runs"},
 }
 
 TORCH_FREE = ("etude", "etude.errors", "etude.duration", "etude.protocols", "etude.registry", "etude.config")

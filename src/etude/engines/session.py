@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -75,6 +75,7 @@ class Session:
             config.num_workers, config.shuffle,
         )  # fmt: skip
         self.data = trainer.data
+        choose_windows(trainer.policy, self.data, trainer.eval_data)
         self.data.open(self.place)
         self._exits.callback(self.data.close)
         self._build_policy()
@@ -350,6 +351,16 @@ class Session:
         self.policy.train()
         for module in self.frozen:
             module.eval()
+
+
+def choose_windows(policy: nn.Module, *sources: Any) -> None:
+    """Let data that is cut into windows of time take them from the policy: frames seen, actions planned."""
+    if not hasattr(policy, "action_delta_indices"):
+        return
+    for source in sources:
+        data = getattr(source, "dataset", source)
+        if hasattr(data, "use_windows"):
+            data.use_windows(observation=policy.observation_delta_indices, action=policy.action_delta_indices)
 
 
 def _eval_name(name: str) -> str:

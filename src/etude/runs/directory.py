@@ -14,8 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import yaml
-
+from etude.config import yaml12
 from etude.errors import ConfigError
 from etude.runs.durable import is_this_host, process_alive, write_atomically
 from etude.runs.metrics import MetricsLog, last_metrics
@@ -86,16 +85,15 @@ class Run:
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Store the resolved configuration as config.yaml; refuse values that hold a secret."""
         plain = _plain(config, "")
-        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
-        self._write("config.yaml", text)
+        self._write("config.yaml", yaml12.write(plain))
 
     def read_config(self) -> dict[str, Any]:
         """Return the stored configuration, empty if there is none."""
         try:
-            content = yaml.safe_load(self.config_path.read_text())
+            content = yaml12.read(self.config_path.read_text()).value
         except FileNotFoundError:
             return {}
-        except yaml.YAMLError as error:
+        except yaml12.ReadError as error:
             raise ConfigError(f"{self.config_path} is not YAML: {error}") from None
         return content if isinstance(content, dict) else {}
 

@@ -143,7 +143,9 @@ def test_dataset_factories_are_told_where_they_run(built: Callable[..., Any], mo
 def test_parameters_that_a_factory_does_not_read_are_refused(built: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         built("", "data.params.cuont=9")
-    assert str(caught.value).startswith("override 'data.params.cuont=9': data.params.cuont: unknown key; 'made' does not")
+    assert str(caught.value).startswith(
+        "override 'data.params.cuont=9': data.params.cuont: unknown key; 'made' does not"
+    )
     assert built("", "data={type: unpacked, params: {count: 3, scale: 2}}").data is not None
 
 

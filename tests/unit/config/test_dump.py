@@ -25,7 +25,9 @@ callbacks: [beep, {type: beep, params: {times: 3}}]
 """
 
 
-def test_a_dump_loads_back_to_the_same_configuration(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dump_loads_back_to_the_same_configuration(
+    config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ETUDE_KEY", "s3cret-value")
     sink = "loggers: [{type: sink, params: {api_key: '${env:ETUDE_KEY}', tags: {a: '${loggers[0].params.api_key}'}}}]\n"
     base = "plugins: [components.py]\npolicy: net\ndata: {type: rows, params: {count: 1}}\nengine: stub\n" + sink

@@ -161,13 +161,11 @@ def test_secrets_arrive_and_appear_nowhere(config: Config, monkeypatch: pytest.M
         "run: {name: '${env:ETUDE_CANARY}', nome: '${env:ETUDE_CANARY}'}",
     ],
 )
-@pytest.mark.parametrize("value", [CANARY, "q7%", "9.5"])
+@pytest.mark.parametrize("value", [CANARY, "q7%", "-9 . 5"])
 def test_errors_do_not_quote_the_environment(
     config: Config, monkeypatch: pytest.MonkeyPatch, text: str, value: str
 ) -> None:
     monkeypatch.setenv("ETUDE_CANARY", value)
-    if value == "9.5" and ("lr" in text or "eps" in text or "duration" in text):
-        pytest.skip("a value that is valid there")
     with pytest.raises(ConfigError) as caught:
         config(text + "\n")
     assert value not in str(caught.value)

@@ -26,8 +26,8 @@ def test_plain_scalars_are_read_as_their_type(text: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["on", "off", "yes", "no", "y", "NO", "2024-01-31", "12:30:00", "1:30", "1__0", "_1", "1_", "0b11", "0o9", "1e", "e5",
-     ".", "-", "+", "1.2.3", "TruE", "inf", "nan", "0x", "1e5x"],
+    ["on", "off", "yes", "no", "y", "NO", "2024-01-31", "12:30:00", "1:30", "1__0", "_1", "1_", "0b11", "0o9", "1e",
+     "e5", ".", "-", "+", "1.2.3", "TruE", "inf", "nan", "0x", "1e5x"],
 )  # fmt: skip
 def test_everything_else_is_text(text: str) -> None:
     assert yaml12.read(f"key: '{text}'").value == {"key": text}
@@ -100,13 +100,14 @@ def test_bytes_that_are_not_text_are_refused_with_their_line() -> None:
 
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x00"), max_size=20)
-TRAPS = st.sampled_from(["1e-4", "0o10", "on", "2024-01-01", "1_000", ".5", "~", "<<", "=", "*", "- a", "a: b", "#", " x", ".nan"])
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXT, TRAPS
+TRAPS = st.sampled_from(
+    ["1e-4", "0o10", "on", "2024-01-01", "1_000", ".5", "~", "<<", "=", "*", "- a", "a: b", "#", " x", ".nan"]
 )
-TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT.filter(lambda k: k != "<<"), inner, max_size=3))  # fmt: skip
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXT, TRAPS)
+KEYS = TEXT.filter(lambda key: key != "<<")
+TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3))
 
 
-@given(st.dictionaries(TEXT.filter(lambda key: key != "<<"), TREES, max_size=4))
+@given(st.dictionaries(KEYS, TREES, max_size=4))
 def test_what_is_written_reads_back_the_same(tree: dict[str, object]) -> None:
     assert yaml12.read(yaml12.write(tree)).value == tree

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from etude.data import Digits, MapData
+from etude.data import digits as digits_module
 from etude.errors import DataError, MissingExtraError
 from etude.protocols import Place
 from tests.unit.data.sources import same, taken
@@ -68,5 +69,6 @@ def test_bad_parameters_are_refused(bad: dict[str, object]) -> None:
 
 def test_a_missing_scikit_learn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    digits_module._load.cache_clear()
     with pytest.raises(MissingExtraError, match="scikit-learn"):
         Digits()

@@ -38,11 +38,12 @@ class Plain:
         mode (str): How it goes.
     """
 
-    def __init__(self, width: int, mode: Mode = "fast", sizes: list[int] = SIZES, *args: int, gain: float | None = None,
-                 free=3, where: "Path | None" = None, pair: tuple[int, float] = (1, 2.0), many: tuple[int, ...] = (),
-                 key: Optional[SecretStr] = None, either: Union[int, str] = 1, table: Mapping[str, int] | None = None,
-                 items: Iterable[float] = (), limit: Annotated[int, Field(ge=1, le=9)] = 3, alias: t.Optional[int] = None,
-                 long: Duration = Duration(3), opaque: Unknown = None, rows: Sequence[str] = (), sign: int = -1) -> None:
+    def __init__(self, width: int, mode: Mode = "fast", sizes: list[int] = SIZES, *args: int, free=3,
+                 gain: float | None = None, where: "Path | None" = None, pair: tuple[int, float] = (1, 2.0),
+                 many: tuple[int, ...] = (), key: Optional[SecretStr] = None, either: Union[int, str] = 1,
+                 table: Mapping[str, int] | None = None, items: Iterable[float] = (), rows: Sequence[str] = (),
+                 limit: Annotated[int, Field(ge=1, le=9)] = 3, alias: t.Optional[int] = None, sign: int = -1,
+                 long: Duration = Duration(3), opaque: Unknown = None) -> None:
         ...
 
 
