@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -20,6 +21,21 @@ def in_terminal() -> bool:
 def is_main_rank() -> bool:
     """Tell whether this process is the one that talks, under torchrun or alone."""
     return os.environ.get("RANK", "0") == "0"
+
+
+class _RedactedLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(f"etude: {record.getMessage()}")
+
+
+def show_log() -> None:
+    """Send what Etude logs (a resume, a damaged checkpoint) to standard error, one line each."""
+    logger = logging.getLogger("etude")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(_RedactedLines())
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def say(text: str = "") -> None:

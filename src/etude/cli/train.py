@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.cli.output import is_main_rank, say
+from etude.cli.output import is_main_rank, say, show_log
 from etude.cli.runs import find_run
 from etude.errors import ConfigError
 
@@ -44,6 +44,7 @@ def resume_run(run: str, overrides: list[str]) -> None:
 
 def _fit(trainer: Any, resume: str) -> None:
     gc.enable()  # switched off for the start by `main`
+    show_log()
     started = time.monotonic()
     result = trainer.fit(resume=resume)
     if is_main_rank():

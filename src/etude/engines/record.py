@@ -146,12 +146,14 @@ class Record:
         if not self.group.is_main or run is None or self.store is None:
             return
         self.wait()
+        # A run that failed before it could be taken up stands where it stood.
+        reached = {"step": progress.step} if self.metrics is not None else {}
         if error is None:
-            run.set_status("finished", step=progress.step, stopped=stopped or "finished")
+            run.set_status("finished", **reached, stopped=stopped or "finished")
         elif isinstance(error, Interrupted):
-            run.set_status("interrupted", step=progress.step, error=error.message)
+            run.set_status("interrupted", **reached, error=error.message)
         else:
-            run.set_status("failed", step=progress.step, error=f"{type(error).__name__}: {error}")
+            run.set_status("failed", **reached, error=f"{type(error).__name__}: {error}")
 
     @property
     def best(self) -> Path | None:
