@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 class Callback:
     """Base of callbacks: override the hooks you need; `state_dict` is saved with the run."""
 
+    measures: tuple[str, ...] = ()
+    """Metrics that it records itself with `trainer.session.measure`, so that one of them may rank checkpoints."""
+
     def on_fit_start(self, trainer: Trainer) -> None:
         """Act once everything is built and restored, before the first step."""
 
@@ -115,6 +118,10 @@ class EarlyStop(Callback):
         self.best: float | None = None
         self.stalled = 0
 
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Stay stopped when a run that had stalled is taken up again with the same patience."""
+        self._stop_if_stalled(trainer)
+
     def on_evaluate_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         """Compare the watched metric with the best so far."""
         self._look(trainer, metrics, required=True)
@@ -139,7 +146,11 @@ class EarlyStop(Callback):
             self.best, self.stalled = value, 0
             return
         self.stalled += 1
+        self._stop_if_stalled(trainer)
+
+    def _stop_if_stalled(self, trainer: Trainer) -> None:
         if self.stalled >= self.config.patience:
+            name = self.config.metric
             trainer.stop(f"early stopping: {name} has not improved on {self.best:g} in {self.stalled} evaluations")
 
     def state_dict(self) -> dict[str, Any]:

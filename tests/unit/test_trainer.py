@@ -313,6 +313,19 @@ def test_early_stopping_ends_with_its_reason() -> None:
         make(eval_data=rows(8), evaluate_every=2, early_stopping=EarlyStopping(metric="eval/los")).fit()
 
 
+def test_early_stopping_counts_on_after_a_restart_and_stays_stopped(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "eval_data": rows(8), "lr": 0.0, "evaluate_every": 2, "early_stopping": EarlyStopping(patience=3),
+    }  # fmt: skip
+    make(run=tmp_path / "run", training_steps=4, **options).fit()
+    result = make(run=tmp_path / "run", training_steps=100, **options).fit()
+    assert result.steps == 8
+    again = make(run=tmp_path / "run", training_steps=100, **options).fit()
+    assert (again.steps, again.stopped[:14]) == (8, "early stopping")
+    patient = {**options, "early_stopping": EarlyStopping(patience=5)}
+    assert make(run=tmp_path / "run", training_steps=100, **patient).fit().steps == 12
+
+
 def test_evaluation_never_disturbs_training() -> None:
     class Noisy(Regression):
         def evaluate(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,8 @@ class Session:
         self.stopping: str | None = None
         self.metrics: dict[str, float] = {}
         self.best: float | None = None
-        self._evaluated_at = self._saved_at = -1
+        self._evaluated_at = self._ranked_at = self._saved_at = -1
+        self._is_best = False
         self._exits = ExitStack()
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ class Session:
             self.evaluate()
         if self.finished:
             self._wrap_up()
-        elif config.save_every is not None and config.save_every.due(before, now):
+        elif self._is_best or (config.save_every is not None and config.save_every.due(before, now)):
             self.save()
         if totals.stop_signal:
             self._interrupt(totals.stop_signal)
@@ -278,7 +279,19 @@ class Session:
         self.record.log(self.progress.step, row)
 
     def evaluate(self) -> None:
-        """Evaluate with the averaged weights if there are any, on a random stream of its own."""
+        """Let the trainer evaluate the policy as it is now."""
+        row = self.measure(self.trainer.evaluate)
+        self._evaluated_at = self.progress.step
+        wanted = self.config.best_metric
+        elsewhere = any(wanted in callback.measures for callback in self.callbacks.callbacks)
+        if row and wanted not in row and not elsewhere and "best_metric" in self.config.model_fields_set:
+            raise ConfigError(f"training.best_metric: {wanted!r} is not evaluated; there are {', '.join(row)}")
+
+    def measure(self, evaluate: Callable[[], Mapping[str, float]]) -> dict[str, float]:
+        """Record what a function finds: with averaged weights if there are any, on a random stream of its own.
+
+        Every rank must call; what rank 0 finds counts.
+        """
         self.pulse.enter("evaluate")
         self.strategy.synchronise_buffers()
         seed_everything(fold(self.config.seed, STREAM_EVALUATE, self.group.rank))
@@ -287,31 +300,26 @@ class Session:
             if self.ema is not None:
                 stack.enter_context(self.ema.applied())
             stack.enter_context(torch.no_grad())
-            found = self.trainer.evaluate()
+            found = evaluate()
         self.set_train_mode()
         # Rank 0 speaks for all: what differs between ranks was summed inside.
         row: dict[str, float] = self.group.gather({_eval_name(k): float(v) for k, v in (found or {}).items()})[0]
-        self._evaluated_at = self.progress.step
-        if not row:
-            return
-        self._write(row)
-        self._rank_checkpoint(row)
-        self.callbacks.on_evaluate_end(self.trainer, self.progress.step, row)
+        if row:
+            self._write(row)
+            self._compare_with_best(row)
+            self.callbacks.on_evaluate_end(self.trainer, self.progress.step, row)
+        return row
 
-    def _rank_checkpoint(self, row: Mapping[str, float]) -> None:
+    def _compare_with_best(self, row: Mapping[str, float]) -> None:
         config = self.config
         value = row.get(config.best_metric)
         if value is None:
-            if "best_metric" in config.model_fields_set:
-                raise ConfigError(
-                    f"training.best_metric: {config.best_metric!r} is not evaluated; there are {', '.join(row)}"
-                )
             return
+        self._ranked_at = self.progress.step
         sign = -1 if config.best_mode == "min" else 1
         if config.keep_best and (self.best is None or sign * value > sign * self.best):
             self.best = value
-            if config.evaluate_every is not None:
-                self.save(metric=value)
+            self._is_best = True
 
     def evaluate_losses(self) -> dict[str, float]:
         """Return the mean loss and metrics over one pass of the evaluation data, over all ranks."""
@@ -330,14 +338,15 @@ class Session:
                     meter.add(name, value, float(weight))
         return meter.read(self.group)
 
-    def save(self, *, metric: float | None = None, wait: bool = False) -> None:
+    def save(self, *, wait: bool = False) -> None:
         """Save everything that the next step depends on; once per step, whoever asks."""
         self.pulse.enter("save")
-        if metric is None and self._evaluated_at == self.progress.step:
-            metric = self.metrics.get(self.config.best_metric)
+        self._is_best = False
         if self._saved_at != self.progress.step:
             self.strategy.synchronise_buffers()
             tree = state.collect(self)
+            ranked = self._ranked_at == self.progress.step
+            metric = self.metrics.get(self.config.best_metric) if ranked else None
             self.record.save(tree, self.progress.step, metric)
             self._saved_at = self.progress.step
             self.callbacks.on_save(self.trainer, self.progress.step)

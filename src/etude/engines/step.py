@@ -116,7 +116,7 @@ class Stepper:
     def _backward(self, step: int, micros: Sequence[Any]) -> tuple[list[float], float, str | None]:
         group, pulse, strategy, meter = self.group, self.pulse, self.strategy, self.meter
         last, weight, finding = len(micros) - 1, 0.0, None
-        losses: list[float] = []
+        found: list[tuple[Tensor, float, float, Mapping[str, Any]]] = []
         pulse.enter("loss")
         for i, micro in enumerate(micros):
             # By place in the global batch, not by rank: the same micro-batch meets the same dropout on any split.
@@ -131,6 +131,10 @@ class Stepper:
             if i == last and group.world > 1:
                 pulse.enter("sync")
             self._differentiate(root, factor)
+            found.append((root, factor, loss_weight, metrics))
+        # Read after the last backward pass: on an accelerator, reading waits for everything before it.
+        losses = []
+        for root, factor, loss_weight, metrics in found:
             loss, count = root.item() * factor, float(loss_weight)
             losses.append(loss)
             weight += count

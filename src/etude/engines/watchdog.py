@@ -62,6 +62,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="etude-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
+        if "MASTER_ADDR" not in os.environ:
+            self.world = 1  # a group made by other means than torchrun's has no store that we could reach
         if self.world > 1:
             # A client of its own: the training thread may sit inside a collective that uses the group's store.
             self._store = dist.TCPStore(  # type: ignore[attr-defined]
