@@ -21,11 +21,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def _field_table(module: str, name: str) -> str:
     section = getattr(importlib.import_module(module), name)
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    texts = section.help_texts()
     for key, field in section.model_fields.items():
         kind = str(section.__annotations__[key]).replace("DurationField", "duration").replace("|", "\\|")
         default = field.get_default(call_default_factory=True)
         shown = "required" if default is PydanticUndefined else "null" if default is None else str(default)
-        meaning = (field.description or "").replace("\n", " ").replace("|", "\\|")
+        meaning = texts.get(key, "").replace("\n", " ").replace("|", "\\|")
         rows.append(f"| `{key}` | {kind} | {shown} | {meaning} |")
     return "\n".join(rows)
 

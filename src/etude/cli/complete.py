@@ -59,8 +59,8 @@ def overrides(incomplete: str) -> list[tuple[str, str]]:
 def _override_keys() -> Iterator[tuple[str, str]]:
     from etude.config.training import TrainingConfiguration
 
-    for name, field in TrainingConfiguration.model_fields.items():
-        yield f"training.{name}=", (field.description or "").splitlines()[0]
+    for name, text in TrainingConfiguration.help_texts().items():
+        yield f"training.{name}=", text.splitlines()[0]
     yield "run.name=", "Name of the run directory."
 
 

@@ -43,8 +43,7 @@ class Component(Guarded):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        mapping = handler(core)
-        mapping = handler.resolve_ref_schema(mapping)
+        mapping = handler.resolve_ref_schema(super().__get_pydantic_json_schema__(core, handler))
         return {"anyOf": [{"type": "string", "description": "The key alone, without parameters."}, mapping]}
 
 

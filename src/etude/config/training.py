@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    WithJsonSchema,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from etude.duration import Duration
 
@@ -20,9 +34,31 @@ Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt"]
 class Section(BaseModel):
     """Base of every configuration section: frozen, unknown keys refused, help text under each field."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @classmethod
+    def help_texts(cls) -> dict[str, str]:
+        """Return the text under each field; read from the source on demand, for it takes longer than validating."""
+        texts: dict[str, str] = {}
+        for base in reversed(cls.__mro__):
+            if issubclass(base, Section) and base is not Section:
+                (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+                assert isinstance(tree, ast.ClassDef)
+                for field, text in pairwise(tree.body):
+                    match field, text:
+                        case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(meaning))):
+                            texts[name] = inspect.cleandoc(meaning)
+        return texts
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Give the schema of each field its help text."""
+        schema = handler(core)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in cls.help_texts().items():
+            if name in properties:
+                properties[name].setdefault("description", text)
+        return schema
 
 
 class EarlyStopping(Section):
