@@ -10,6 +10,9 @@ from benchmarks import checkpoint, data, memory, overhead, resume, startup
 def main() -> None:
     """Print all figures; exit 1 if one misses its goal."""
     missed = []
+    # First, in a process that has not yet held anything else.
+    if (found := memory.main()) > 0.1:
+        missed.append(f"memory {found:.3f}")
     for label, ratio in overhead.main().items():
         if ratio > (1.05 if "1 ms" in label else 1.02):
             missed.append(f"overhead {label} {ratio:.3f}")
@@ -19,8 +22,6 @@ def main() -> None:
         missed.append(f"resume {found:.2f}")
     if (found := data.main()) < 5:
         missed.append(f"data {found:.1f}")
-    if (found := memory.main()) > 0.1:
-        missed.append(f"memory {found:.3f}")
     startup_ratio = startup.main()
     if startup_ratio is not None and startup_ratio > 0.05:
         missed.append(f"startup {startup_ratio:.3f}")

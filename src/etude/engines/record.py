@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from etude.duration import Progress
 from etude.engines.distributed import Group
 from etude.errors import CheckpointError, Interrupted
-from etude.runs.checkpoint import CheckpointStore
+from etude.runs.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from etude.runs.directory import Run, resolve_run
 from etude.runs.loggers import LoggerGroup
 from etude.runs.metrics import MetricsLog
@@ -59,9 +59,11 @@ class Record:
         if str(resume) == "never" or (self.store is None and str(resume) == "auto"):
             return None
         found: list[str | None] = [None, None]
+        checkpoint: Checkpoint | None = None
         if self.group.is_main:
             try:
-                found = [str(self._load(resume).path), None]
+                checkpoint = self._load(resume)
+                found = [str(checkpoint.path), None]
             except FileNotFoundError:
                 pass
             except CheckpointError as error:
@@ -71,12 +73,13 @@ class Record:
             raise CheckpointError(error_text)
         if path is None:
             return None
-        checkpoint = CheckpointStore(Path(path).parent).load(Path(path))
+        if checkpoint is None:
+            checkpoint = read_checkpoint(Path(path))
         if self.group.is_main:
             log.info("resuming from %s at step %d", checkpoint.path, checkpoint.step)
         return checkpoint.tree
 
-    def _load(self, resume: str | Path) -> Any:
+    def _load(self, resume: str | Path) -> Checkpoint:
         if str(resume) == "auto":
             assert self.store is not None
             if not self.store.steps():
@@ -89,7 +92,7 @@ class Record:
             raise CheckpointError(
                 f"no checkpoint at {path}; resume takes 'auto', 'never', a checkpoint or a run directory"
             )
-        return CheckpointStore(path.parent).load(path)
+        return read_checkpoint(path)
 
     def start(self, progress: Progress, parameters: tuple[int, int]) -> None:
         """Open the metrics, cut back to where we go on from, and the loggers."""
