@@ -46,7 +46,7 @@ def first_step(run: Path, data: Rows, steps: int) -> float:
         return time.process_time() - started
 
 
-def measure(rounds: int = 7) -> float:
+def measure(rounds: int = 15) -> float:
     """Return the ratio of least CPU times, fresh and resumed taken in turn."""
     torch.set_num_threads(1)
     data = Rows(20_000)

@@ -100,9 +100,9 @@ class Record:
             return
         run = Run(self.directory)
         config = self.trainer.describe()
-        if progress.step:
-            self._say_changes(run.read_config(), config)
-        run.write_config(config)
+        before = run.write_config(config)
+        if progress.step and before is not None:
+            self._say_changes(before, config)
         run.write_environment()
         run.set_status("running", step=progress.step, trainable_parameters=parameters[0], parameters=parameters[1])
         self.metrics = MetricsLog(self.directory / "metrics.jsonl")

@@ -82,10 +82,22 @@ class Run:
         """Open metrics.jsonl for appending."""
         return MetricsLog(self.metrics_path, **options)
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        """Store the resolved configuration as config.yaml; refuse values that hold a secret."""
-        plain = _plain(config, "")
-        self._write("config.yaml", yaml12.write(plain))
+    def write_config(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Store the resolved configuration as config.yaml; refuse values that hold a secret.
+
+        Returns:
+            The configuration that it replaces, if there was another one.
+        """
+        text = yaml12.write(_plain(config, ""))
+        try:
+            if self.config_path.read_text() == text:
+                return None
+        except FileNotFoundError:
+            before = None
+        else:
+            before = self.read_config()
+        self._write("config.yaml", text)
+        return before
 
     def read_config(self) -> dict[str, Any]:
         """Return the stored configuration, empty if there is none."""
