@@ -4,7 +4,7 @@
 
 BIN := .venv/bin
 EXTRAS ?= dev
-TEST_EXTRAS := dev hf lightning report
+TEST_EXTRAS := dev hf lightning report sim
 PYTEST_ARGS ?=
 TRIALS ?= 200
 
@@ -33,9 +33,8 @@ setup:  ## Install into .venv at the versions of requirements.lock (EXTRAS="dev 
 	$(call setup,$(EXTRAS))
 
 quickstart:  ## Train a small policy and write its report
-	$(call setup,quickstart)
-	$(BIN)/etude train configs/digits.yaml run.name=quickstart
-	$(BIN)/etude report runs/quickstart
+	$(call setup,quickstart sim)
+	$(BIN)/etude quickstart
 
 test:  ## Lint, then run every test
 	$(call setup,$(TEST_EXTRAS))

@@ -10,10 +10,16 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 _FIELDS = re.compile(r"^::: ([\w.]+):(\w+)$", re.MULTILINE)
+_COMPONENT = re.compile(r"^::: component (\w+) (\w+)$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace `::: module:Class` by a table of its fields, and `::: exit-codes` by the errors and their codes."""
+    """Replace directives by tables made from the source.
+
+    `::: module:Class` becomes the fields of a configuration section, `::: component KIND KEY` the parameters of a
+    registered component, and `::: exit-codes` the errors and their codes.
+    """
+    markdown = _COMPONENT.sub(lambda match: _parameter_table(match.group(1), match.group(2)), markdown)
     markdown = _FIELDS.sub(lambda match: _field_table(match.group(1), match.group(2)), markdown)
     return markdown.replace("::: exit-codes", _exit_code_table()) if "::: exit-codes" in markdown else markdown
 
@@ -28,6 +34,16 @@ def _field_table(module: str, name: str) -> str:
         shown = "required" if default is PydanticUndefined else "null" if default is None else str(default)
         meaning = texts.get(key, "").replace("\n", " ").replace("|", "\\|")
         rows.append(f"| `{key}` | {kind} | {shown} | {meaning} |")
+    return "\n".join(rows)
+
+
+def _parameter_table(kind: str, key: str) -> str:
+    described = importlib.import_module("etude.registry").REGISTRIES[kind].describe(key)
+    rows = [described.summary, "", "| parameter | type | default | meaning |", "|---|---|---|---|"]
+    for parameter in described.parameters:
+        default = "required" if parameter.required else f"`{parameter.default}`"
+        type_text, meaning = (text.replace("|", "\\|") for text in (parameter.type, parameter.help))
+        rows.append(f"| `{parameter.name}` | {type_text} | {default} | {meaning} |")
     return "\n".join(rows)
 
 

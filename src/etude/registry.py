@@ -17,7 +17,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -161,6 +161,11 @@ class Registry(Generic[T]):
             raise RegistryError(f"unknown {self.noun} {key!r}{near + ' Known' if near else '; known'}: {known}")
         return self._entries[key]
 
+    def key_of(self, component: Callable[..., T]) -> str | None:
+        """Return the key a component is registered under, if it is."""
+        home = _home(component)
+        return next((key for key, entry in self._entries.items() if entry is component or _home(entry) == home), None)
+
     def keys(self) -> list[str]:
         """Return every key, in order, entry points included."""
         load_entry_points()
@@ -191,6 +196,9 @@ class Registry(Generic[T]):
         if known is not None and known[0] is entry:
             return known[1]
         found = read_static(entry.signature or entry.target) if isinstance(entry, Lazy) else None
+        if found is not None and entry.signature and not entry.args:  # another's parameters, but a purpose of its own
+            own = read_static(entry.target)
+            found = replace(found, summary=own.summary if own else "")
         if found is None:
             found, entry = read_runtime(self.get(key)), self._entries[key]
         signature = found.without(self.supplied)
@@ -294,19 +302,33 @@ _TORCH_OPTIMIZERS = {
 }  # fmt: skip
 
 POLICY_REGISTRY: Registry[protocols.Policy] = Registry(
-    "policies", (protocols.Policy,), {"mlp": "etude.policies.mlp:MLP"}, noun="policy"
+    "policies",
+    (protocols.Policy,),
+    {
+        "act": "etude.policies.act:ACT",
+        "diffusion": "etude.policies.diffusion:Diffusion",
+        "flow": "etude.policies.flow:FlowMatching",
+        "mlp": "etude.policies.mlp:MLP",
+    },
+    noun="policy",
 )
 DATASET_BUILDER_REGISTRY: Registry[Any] = Registry(
     "data",
     (protocols.DatasetFactory, "take", "__getitem__ __len__", "__iter__"),
-    {"digits": "etude.data.digits:Digits"},
+    {"digits": "etude.data.digits:Digits", "lerobot": "etude.data.module:lerobot_data"},
     noun="data",
 )
 ALGORITHM_REGISTRY: Registry[protocols.Algorithm] = Registry(
     "algorithms", (protocols.Algorithm,), {"bc": "etude.algorithms.bc:BehaviorCloning"}, noun="algorithm"
 )
 ENGINE_REGISTRY: Registry[protocols.Engine] = Registry(
-    "engines", (protocols.Engine,), {"torch": "etude.engines.torch:TorchEngine"}, noun="engine", functions=False
+    "engines",
+    (protocols.Engine,),
+    {
+        "torch": "etude.engines.torch:TorchEngine",
+    },
+    noun="engine",
+    functions=False,
 )
 TRAINER_REGISTRY: Registry[Any] = Registry(
     "trainers",
@@ -327,7 +349,12 @@ LOGGER_REGISTRY: Registry[protocols.Logger] = Registry(
     },
     noun="logger",
 )
-CALLBACK_REGISTRY: Registry[Any] = Registry("callbacks", _HOOKS, {}, noun="callback")
+CALLBACK_REGISTRY: Registry[Any] = Registry(
+    "callbacks",
+    _HOOKS,
+    {"evaluate_in_simulation": "etude.rollouts.callback:EvaluateInSimulation"},
+    noun="callback",
+)
 OPTIMIZER_BUILDER_REGISTRY: Registry[protocols.OptimizerFactory] = Registry(
     "optimizers",
     (protocols.OptimizerFactory,),
@@ -342,12 +369,23 @@ OPTIMIZER_BUILDER_REGISTRY: Registry[protocols.OptimizerFactory] = Registry(
 LOSS_BUILDER_REGISTRY: Registry[protocols.LossFactory] = Registry(
     "losses", (protocols.LossFactory,), {}, noun="loss", functions=False
 )
+ENVIRONMENT_REGISTRY: Registry[Any] = Registry(
+    "environments",
+    ("reset step render close",),
+    {
+        "aloha": "etude.rollouts.environments.aloha:Aloha",
+        "gym": "etude.rollouts.environments.gym:GymEnvironment",
+        "metaworld": "etude.rollouts.environments.metaworld:MetaWorld",
+        "pusht": "etude.rollouts.environments.pusht:PushT",
+    },
+    noun="environment",
+)
 
 REGISTRIES: dict[str, Registry[Any]] = {
     registry.name: registry
     for registry in (
         POLICY_REGISTRY, DATASET_BUILDER_REGISTRY, ALGORITHM_REGISTRY, ENGINE_REGISTRY, TRAINER_REGISTRY,
-        OPTIMIZER_BUILDER_REGISTRY, LOSS_BUILDER_REGISTRY, LOGGER_REGISTRY, CALLBACK_REGISTRY,
+        OPTIMIZER_BUILDER_REGISTRY, LOSS_BUILDER_REGISTRY, LOGGER_REGISTRY, CALLBACK_REGISTRY, ENVIRONMENT_REGISTRY,
     )
 }  # fmt: skip
 

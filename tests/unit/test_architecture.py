@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("policies", "data", "algorithms", "rollouts", "callbacks"),
     ("engines",),
     ("trainer",),
-    ("redteam", "service"),
+    ("deploy", "redteam", "service"),
     ("config",),
     ("cli",),
 )

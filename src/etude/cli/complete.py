@@ -8,7 +8,18 @@ from pathlib import Path
 
 import typer
 
-KINDS = ("policies", "data", "algorithms", "engines", "trainers", "optimizers", "losses", "loggers", "callbacks")
+KINDS = (
+    "policies",
+    "data",
+    "algorithms",
+    "engines",
+    "trainers",
+    "optimizers",
+    "losses",
+    "loggers",
+    "callbacks",
+    "environments",
+)
 
 
 def configs(incomplete: str) -> list[str]:
@@ -40,6 +51,13 @@ def runs(incomplete: str) -> list[str]:
 def kinds(incomplete: str) -> list[str]:
     """Offer the kinds of components."""
     return [kind for kind in KINDS if kind.startswith(incomplete)]
+
+
+def tasks(incomplete: str) -> list[tuple[str, str]]:
+    """Offer Meta-World's tasks with what they ask for."""
+    from etude.rollouts.environments.metaworld_tasks import TASKS
+
+    return [(name, text) for name, text in TASKS.items() if name.startswith(incomplete)]
 
 
 def keys(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from etude.cli import complete
+from etude.cli.data import data_app
 from etude.errors import EtudeError, Interrupted
 
 # Rich costs 0.1 s to import: help and usage errors use it only where they are seen in a terminal.
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 new_app = typer.Typer(help="Write a working skeleton to start from.", no_args_is_help=True)
 app.add_typer(new_app, name="new")
+app.add_typer(data_app, name="data")
 
 Config = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="Experiment file (YAML).", autocompletion=complete.configs)
@@ -41,6 +43,24 @@ RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="Run directory, or its name under runs/.", autocompletion=complete.runs)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Envs = Annotated[
+    list[str],
+    typer.Option(
+        "--env", metavar="ENV", help="metaworld/TASK, pusht, aloha/TASK or gym:ID; may be given several times."
+    ),
+]
+EnvOptions = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="Further parameters; etude list environments KEY shows them."),
+]
+TrainedPolicy = Annotated[
+    str,
+    typer.Argument(metavar="POLICY", help="A run, a checkpoint or a saved policy.", autocompletion=complete.runs),
+]
+WhichCheckpoint = Annotated[
+    str, typer.Option("--which", metavar="best|last|STEP", help="Checkpoint of a run; the best, or else the last.")
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Root of all seeds.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -174,6 +194,157 @@ def verify(
     from etude.cli.verify import verify_config
 
     verify_config(config, list(overrides or []), steps=steps)
+
+
+@app.command()
+def record(
+    env: Envs,
+    episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=1, help="Episodes of each environment.")] = 50,
+    root: Annotated[
+        Path | None, typer.Option("--root", metavar="DIR", help="The dataset; data/ENV unless given.")
+    ] = None,
+    cameras: Annotated[
+        str | None, typer.Option("--cameras", metavar="A,B", help="Cameras to record; none unless given.")
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option("--size", metavar="PIXELS", min=8, help="Height and width of the pictures.")
+    ] = None,
+    noise: Annotated[
+        float, typer.Option("--noise", metavar="STD", min=0, help="Noise on what is executed, not on what is recorded.")
+    ] = 0.0,
+    noise_share: Annotated[
+        float, typer.Option("--noise-share", metavar="P", min=0, max=1, help="Share of the episodes that have noise.")
+    ] = 1.0,
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="WHO", help="expert, file.py:function, or a run or checkpoint.")
+    ] = "expert",
+    seed: Seed = 0,
+    images: Annotated[str, typer.Option("--images", metavar="video|image", help="How pictures are stored.")] = "video",
+    keep_failures: Annotated[bool, typer.Option("--keep-failures", help="Keep episodes that fail, too.")] = False,
+    option: EnvOptions = None,
+) -> None:
+    """Record demonstrations as a LeRobot dataset; an interrupted recording goes on.
+
+    Such as: etude record --env metaworld/drawer-open --episodes 50 --cameras corner2
+    """
+    from etude.cli.record import record_demonstrations
+
+    record_demonstrations(
+        env, root, episodes=episodes, policy=policy, seed=seed, noise=noise, noise_share=noise_share,
+        keep_failures=keep_failures, cameras=cameras, size=size, images=images, settings=list(option or []),
+    )  # fmt: skip
+
+
+@app.command()
+def evaluate(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="POLICY", help="A run, a checkpoint, a saved policy, expert, or file.py:function.",
+            autocompletion=complete.runs,
+        ),
+    ],
+    env: Envs,
+    episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=1, help="Episodes of each environment.")] = 50,
+    split: Annotated[
+        str, typer.Option("--split", metavar="train|validation|test", help="Whose seeds; recording uses train.")
+    ] = "test",
+    seed: Seed = 0,
+    slots: Annotated[
+        int | None, typer.Option("--slots", metavar="N", min=1, help="Episodes side by side; changes no result.")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", min=0, help="Processes that share them; changes no result.")
+    ] = 0,
+    video: Annotated[
+        int, typer.Option("--video", metavar="N", min=0, help="Films to make, failures first.")
+    ] = 0,
+    which: Annotated[
+        str, typer.Option("--which", metavar="best|last|STEP", help="Checkpoint of a run; the best, or else the last.")
+    ] = "auto",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where results go [RUN/evaluation].")
+    ] = None,
+    option: EnvOptions = None,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Measure the success of POLICY in simulation.
+
+    Such as: etude evaluate runs/act --env metaworld/pick-place --episodes 200 --video 4
+    """
+    from etude.cli.evaluate import evaluate_source
+
+    evaluate_source(
+        source, env, episodes=episodes, split=split, seed=seed, slots=slots, workers=workers, videos=video,
+        which=which, output=output, settings=list(option or []), as_json=as_json,
+    )  # fmt: skip
+
+
+@app.command()
+def quickstart(
+    task: Annotated[
+        str, typer.Option("--task", metavar="NAME", help="One of Meta-World's 50 tasks.", autocompletion=complete.tasks)
+    ] = "pick-place",
+    policy: Annotated[str, typer.Option("--policy", metavar="KEY", help="act, diffusion, flow or mlp.")] = "act",
+    episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=1, help="Demonstrations to record.")] = 50,
+    eval_episodes: Annotated[
+        int, typer.Option("--eval-episodes", metavar="N", min=1, help="Held-out episodes to evaluate.")
+    ] = 50,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", min=1, help="Training steps; the preset's unless given.")
+    ] = None,
+    noise: Annotated[
+        float, typer.Option("--noise", metavar="STD", min=0, help="Noise on what the expert executes.")
+    ] = 0.0,
+    seed: Seed = 0,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", metavar="DIR", help="Where everything goes [runs/quickstart-TASK-POLICY].")
+    ] = None,
+) -> None:
+    """Record demonstrations, train a policy, evaluate it and write a report; goes on where it was stopped."""
+    from etude.cli.quickstart import run_quickstart
+
+    run_quickstart(
+        task, policy, directory, episodes=episodes, eval_episodes=eval_episodes, steps=steps, noise=noise, seed=seed
+    )
+
+
+@app.command("serve-policy")
+def serve_policy(
+    source: TrainedPolicy,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; other than loopback needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8765,
+    key: Annotated[
+        str | None,
+        typer.Option("--key", metavar="TEXT", envvar="ETUDE_POLICY_KEY", help="What clients must know."),
+    ] = None,
+    which: WhichCheckpoint = "auto",
+) -> None:
+    """Serve POLICY to robots over a WebSocket, and print what its actions take.
+
+    On the robot: from etude.deploy import PolicyClient
+    """
+    from etude.cli.serve import serve_policy as serve
+
+    serve(source, host=host, port=port, key=key, which=which)
+
+
+@app.command("export")
+def export(
+    source: TrainedPolicy,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write it.")],
+    kind: Annotated[str, typer.Option("--format", metavar="torch|onnx", help="torch.export or ONNX.")] = "torch",
+    which: WhichCheckpoint = "auto",
+) -> None:
+    """Write POLICY as one graph, normalisation inside, that runs without training code.
+
+    Such as: etude export runs/act --format onnx --output exported/act
+    """
+    from etude.cli.export import export_source
+
+    export_source(source, output, kind=kind, which=which)
 
 
 @new_app.callback()

@@ -55,9 +55,11 @@ def print_runs(root: Path, *, as_json: bool) -> None:
 
 def make_report(run: str, output: Path | None, *, open_page: bool) -> None:
     """Write the report of a run, say where it is, and open it if asked."""
+    from etude.rollouts.report import evaluation_sections
     from etude.runs.report import write_report
 
-    path = write_report(find_run(run), output)
+    directory = find_run(run)
+    path = write_report(directory, output, extra_sections=evaluation_sections(directory))
     say(str(path))
     if open_page:
         import webbrowser

@@ -24,7 +24,8 @@ def as_data(source: Any, *, split: str = "train") -> Data:
     """Return `source` as Data.
 
     - Data stays as it is; a DataLoader keeps its batches, order and workers.
-    - A data module gives its `train_dataloader()` (with `split="val"` its `val_dataloader()`).
+    - A data module gives its `train_data()` or `train_dataloader()` (with `split="val"` its `eval_data()` or
+      `val_dataloader()`).
     - A dictionary of tensors or arrays is a dataset of rows.
     - What has `__len__` and `__getitem__` is a dataset of samples; lists too. For a list of ready-made batches say
       `StreamData(batches, batched=True)`.
@@ -35,6 +36,9 @@ def as_data(source: Any, *, split: str = "train") -> Data:
         return data
     if isinstance(source, DataLoader):
         return StreamData(source, batched=True) if iterates_its_own_way(source) else LoaderData(source)
+    own = getattr(source, "train_data" if split == "train" else "eval_data", None)
+    if callable(own):
+        return as_data(own())
     if callable(getattr(source, f"{split}_dataloader", None)):
         return as_data(_loader_of(source, split))
     if isinstance(source, Mapping):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -40,7 +40,18 @@ class Columns:
         return {name: take_rows(column, rows) for name, column in self.columns.items()}
 
 
-Column = Tensor | np.ndarray[Any, Any]
+class Rows(Protocol):
+    """A column that makes its rows when they are asked for, such as video decoded on the fly."""
+
+    shape: tuple[int, ...]
+    ndim: int
+    dtype: np.dtype[Any]
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, rows: Any) -> np.ndarray[Any, Any]: ...
+
+
+Column = Tensor | np.ndarray[Any, Any] | Rows
 
 
 def as_column(name: str, value: Any) -> Column:
@@ -50,7 +61,7 @@ def as_column(name: str, value: Any) -> Column:
             raise DataError(f"column {name!r} holds {value.dtype}, and only numbers and booleans can become tensors")
         # torch warns about memory it must not write to, so arrays opened read-only stay arrays.
         value = torch.from_numpy(value) if value.flags.writeable else value
-    elif not isinstance(value, Tensor):
+    elif not isinstance(value, Tensor) and not all(hasattr(value, name) for name in ("shape", "ndim", "__getitem__")):
         raise DataError(f"column {name!r} must be a tensor or an array, got {type(value).__name__}")
     if not value.ndim:
         raise DataError(f"column {name!r} has no rows")

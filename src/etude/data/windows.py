@@ -133,7 +133,9 @@ def statistics(column: Column) -> dict[str, Tensor]:
 
 
 def _float64(values: Column) -> Tensor:
-    return values.to(torch.float64) if isinstance(values, Tensor) else torch.from_numpy(values.astype(np.float64))
+    if isinstance(values, Tensor):
+        return values.to(torch.float64)
+    return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
 def _dtype(column: Column) -> str:

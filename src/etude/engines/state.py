@@ -32,6 +32,9 @@ def collect(session: Session) -> dict[str, Any]:
             "precision": session.config.precision,
         },
     }
+    describe: Any = getattr(session.policy, "describe", None)
+    if describe is not None:
+        tree["session"]["policy"] = describe()  # what evaluation needs, should the data be gone by then
     if session.ema is not None:
         tree["ema"] = session.ema.state_dict()
     if session.precision.scale is not None:

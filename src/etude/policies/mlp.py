@@ -1,28 +1,31 @@
-"""A multilayer perceptron from state to action: the smallest policy that is one.
+"""A multilayer perceptron from observation to actions: the smallest policy that is one.
 
-Shape letters: B batch, S state, A action or class.
+Shape letters: B batch, H actions in a chunk, A action, K classes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from etude.errors import ConfigError, DataError
-from etude.types import DataSpec, Feature, Loss
+from etude.errors import ConfigError
+from etude.policies.base import PolicyModule, masked_loss
+from etude.policies.normalize import Mode
+from etude.policies.observation import ImageOptions, ObservationEncoder
+from etude.policies.vision import Norm
+from etude.types import DataSpec, Loss
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
-STD_FLOOR = 1e-6
 
 
-class MLP(nn.Module):
-    """Map the state to an action with a multilayer perceptron.
+class MLP(PolicyModule):
+    """Map the observation to actions with a multilayer perceptron.
 
     Shapes, normalisation and the kind of action (continuous or one of several classes) come from the data.
 
@@ -30,75 +33,98 @@ class MLP(nn.Module):
         hidden: Width of each hidden layer.
         dropout: Probability of dropping a hidden unit in training.
         activation: relu, gelu, silu or tanh.
+        chunk_size: Actions predicted at once.
+        n_action_steps: Actions executed of each chunk; None is all of them.
+        n_obs_steps: Observations in a row that the policy sees.
+        loss: How errors of continuous actions count: mse or l1.
+        task_dim: Width of the embedding of a task, where there are several.
+        temporal_ensemble_coeff: Average overlapping chunks with weights exp(-m * i), oldest first.
+        latency_steps: Control steps that computing a chunk takes.
+        normalization: Mode by role (state, environment, image, action) or feature name: mean_std, min_max, quantiles,
+            identity, imagenet.
+        image_backbone: resnet18, resnet34, resnet50, resnet10, or resnet10_small for CPUs.
+        image_weights: Directory or hub name of pretrained weights of the backbone.
+        image_norm: auto, group, frozen or batch: the normalisation layers of the backbone.
+        image_size: Height and width that every camera is scaled to.
+        image_crop: Height and width cut out of images, at random in training.
     """
 
-    def __init__(self, hidden: list[int] | None = None, dropout: float = 0.0, activation: str = "relu") -> None:
-        super().__init__()
+    def __init__(
+        self,
+        hidden: list[int] | None = None,
+        dropout: float = 0.0,
+        activation: str = "relu",
+        chunk_size: int = 1,
+        n_action_steps: int | None = None,
+        n_obs_steps: int = 1,
+        loss: Literal["mse", "l1"] = "mse",
+        task_dim: int = 32,
+        temporal_ensemble_coeff: float | None = None,
+        latency_steps: int = 0,
+        normalization: dict[str, Mode] | None = None,
+        image_backbone: str = "resnet18",
+        image_weights: str | None = None,
+        image_norm: Norm = "auto",
+        image_size: list[int] | None = None,
+        image_crop: list[int] | None = None,
+    ) -> None:
+        super().__init__(
+            chunk_size,
+            n_obs_steps=n_obs_steps,
+            n_action_steps=n_action_steps,
+            temporal_ensemble_coeff=temporal_ensemble_coeff,
+            latency_steps=latency_steps,
+            normalization=normalization,
+        )
         if activation not in ACTIVATIONS:
             raise ConfigError(f"MLP activation {activation!r} is unknown; one of {', '.join(ACTIVATIONS)}")
+        if loss not in ("mse", "l1"):
+            raise ConfigError(f"MLP loss {loss!r} is unknown; one of mse, l1")
         self.hidden = hidden if hidden is not None else [128, 128]
-        self.dropout = dropout
-        self.activation = activation
-        self.is_built = False
+        self.dropout, self.activation, self.loss, self.task_dim = dropout, activation, loss, task_dim
+        self.images = ImageOptions(image_backbone, image_weights, image_norm, image_size, image_crop)
 
-    def build(self, spec: DataSpec) -> None:
+    def make_layers(self, spec: DataSpec) -> None:
         """Create the layers for the features of a dataset."""
-        states, actions = spec.with_role("state"), spec.with_role("action")
-        if not states or len(actions) != 1:
-            raise DataError(f"MLP needs state features and one action; the data has {sorted(spec.features)}")
-        self.state_names = sorted(states)
-        ((self.action_name, action),) = actions.items()
-        self.classes = action.classes
-        widths = [sum(math.prod(states[name].shape) for name in self.state_names), *self.hidden]
+        self.classes = spec[self.action_name].classes
+        if self.classes is not None and self.executor.temporal_ensemble_coeff is not None:
+            raise ConfigError("classes cannot be averaged; leave out temporal_ensemble_coeff for discrete actions")
+        images = replace(self.images, fetch_weights=not self.is_restored)
+        self.observation = ObservationEncoder(spec, self.n_obs_steps, images=images, task_dim=self.task_dim)
+        widths = [self.observation.out_dim, *self.hidden]
         layers: list[nn.Module] = []
         for width_in, width_out in pairwise(widths):
             layers += [nn.Linear(width_in, width_out), ACTIVATIONS[self.activation]()]
             if self.dropout:
                 layers.append(nn.Dropout(self.dropout))
-        self.action_shape = action.shape
-        self.net = nn.Sequential(*layers, nn.Linear(widths[-1], self.classes or math.prod(action.shape)))
-        state_mean = torch.cat([_stat(states[name], "mean", 0.0) for name in self.state_names])
-        state_std = torch.cat([_stat(states[name], "std", 1.0) for name in self.state_names])
-        self.register_buffer("state_mean", state_mean)
-        self.register_buffer("state_std", torch.where(state_std > STD_FLOOR, state_std, torch.ones_like(state_std)))
-        if self.classes is None:
-            self.register_buffer("action_mean", _stat(action, "mean", 0.0))
-            action_std = _stat(action, "std", 1.0)
-            self.register_buffer(
-                "action_std", torch.where(action_std > STD_FLOOR, action_std, torch.ones_like(action_std))
-            )
-        self.is_built = True
+        self.net = nn.Sequential(*layers, nn.Linear(widths[-1], self.horizon * (self.classes or self.action_dim)))
 
-    def predict(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return class logits or normalised actions, (B, A)."""
-        states_BS = torch.cat([batch[name].flatten(1) for name in self.state_names], dim=1)
-        out: Tensor = self.net((states_BS - self.get_buffer("state_mean")) / self.get_buffer("state_std"))
-        return out
+    def predict(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return class logits or normalised actions for a batch of the data: (B, A), or (B, H, A) for chunks."""
+        out = self.outputs(self.normalizer.normalize(batch))
+        return out.squeeze(1) if self.horizon == 1 else out
+
+    def outputs(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return class logits (B, H, K) or normalised actions (B, H, A) from normalised observations."""
+        out: Tensor = self.net(self.observation(batch))
+        return out.view(out.shape[0], self.horizon, -1)
 
     def forward(self, batch: Mapping[str, Any]) -> Loss:
-        """Return the summed imitation loss over the batch, with accuracy for discrete actions."""
-        predicted_BA, target = self.predict(batch), batch[self.action_name]
-        if self.classes is not None:
-            target_B = target.reshape(-1).long()
-            total = functional.cross_entropy(predicted_BA, target_B, reduction="sum")
-            accuracy = (predicted_BA.detach().argmax(1) == target_B).float().mean()
-            return Loss(total, target_B.numel(), {"accuracy": accuracy})
-        target_BA = (target.flatten(1) - self.get_buffer("action_mean")) / self.get_buffer("action_std")
-        error = functional.mse_loss(predicted_BA, target_BA, reduction="sum") / target_BA.shape[1]
-        return Loss(error, target_BA.shape[0])
+        """Return the imitation loss over the real actions of the batch, with accuracy for discrete ones."""
+        batch = self.normalizer.normalize(batch)
+        target, valid_BH = self.targets(batch)
+        predicted = self.outputs(batch)
+        if self.classes is None:
+            error = functional.mse_loss if self.loss == "mse" else functional.l1_loss
+            return masked_loss(error(predicted, target, reduction="none"), valid_BH)
+        target_BH = target.squeeze(-1).long()
+        errors_BH = functional.cross_entropy(predicted.flatten(0, 1), target_BH.flatten(), reduction="none")
+        with torch.no_grad():
+            hits_BH = (predicted.argmax(-1) == target_BH) * valid_BH
+        accuracy = hits_BH.sum() / valid_BH.sum()
+        return masked_loss(errors_BH.view(*target_BH.shape, 1), valid_BH, metrics={"accuracy": accuracy})
 
-    @torch.no_grad()
-    def select_action(self, observation: Mapping[str, Tensor]) -> Tensor:
-        """Return the action for each observation of a batch: a class index, or numbers in the data's own units."""
-        predicted_BA = self.predict(observation)
-        if self.classes is not None:
-            return predicted_BA.argmax(1)
-        actions = predicted_BA * self.get_buffer("action_std") + self.get_buffer("action_mean")
-        return actions.view(-1, *self.action_shape)
-
-
-def _stat(feature: Feature, name: str, default: float) -> Tensor:
-    size = math.prod(feature.shape)
-    if feature.stats is None or name not in feature.stats:
-        return torch.full((size,), default)
-    return torch.as_tensor(feature.stats[name], dtype=torch.float32).reshape(size).clone()
+    def sample_actions(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return a chunk: class indices (B, H), or normalised actions (B, H, A)."""
+        predicted = self.outputs(batch)
+        return predicted if self.classes is None else predicted.argmax(-1)

@@ -64,7 +64,7 @@ class Facts:
 def write_report(run_dir: Path, output: Path | None = None, *, extra_sections: Sequence[Section] = ()) -> Path:
     """Write the report of a run (`report.html` beside its metrics) and return its path.
 
-    Each extra section is a title and ready HTML, placed before the configuration; scripts in it do not run.
+    Each extra section is a title and ready HTML, placed before the curves; scripts in it do not run.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -124,9 +124,9 @@ def render_page(facts: Facts, extra_sections: Sequence[Section] = ()) -> str:
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; media-src data:"
     )
     sections = [
+        *extra_sections,
         ("Curves", _curves(facts)),
         ("Checkpoints", _checkpoint_table(facts.checkpoints)),
-        *extra_sections,
         ("Configuration", _config_panel(facts.config_text)),
         ("Environment", _environment_panel(facts.environment)),
     ]

@@ -106,5 +106,6 @@ def find_spec(module: str) -> ModuleSpec | None:
         if spec is None or spec.submodule_search_locations is None:
             return None
         name = f"{name}.{part}"
-        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+        # As text: transformers keeps paths there, which the finder passes over.
+        spec = PathFinder.find_spec(name, list(map(str, spec.submodule_search_locations)))
     return spec

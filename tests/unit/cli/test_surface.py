@@ -28,6 +28,61 @@ etude list --plugin MODULE
 etude list --json
 etude verify CONFIG KEY=VALUE?
 etude verify --steps N = 20
+etude data inspect DATASET
+etude data inspect --json
+etude data stats DATASET
+etude data stats --episodes A-B,C
+etude data stats --json
+etude data view DATASET
+etude data view --episode N
+etude data view --open
+etude data view --output -o FILE
+etude data convert SRC DST
+etude data convert --format auto|aloha|robomimic|zarr = auto
+etude data convert --fps N
+etude data convert --images video|image = video
+etude data convert --task TEXT
+etude record --cameras A,B
+etude record --env ENV
+etude record --episodes N = 50
+etude record --images video|image = video
+etude record --keep-failures
+etude record --noise STD
+etude record --noise-share P = 1.0
+etude record --option KEY=VALUE
+etude record --policy WHO = expert
+etude record --root DIR
+etude record --seed N
+etude record --size PIXELS
+etude evaluate POLICY
+etude evaluate --env ENV
+etude evaluate --episodes N = 50
+etude evaluate --json
+etude evaluate --option KEY=VALUE
+etude evaluate --output -o DIR
+etude evaluate --seed N
+etude evaluate --slots N
+etude evaluate --split train|validation|test = test
+etude evaluate --video N
+etude evaluate --which best|last|STEP = auto
+etude evaluate --workers N
+etude quickstart --dir DIR
+etude quickstart --episodes N = 50
+etude quickstart --eval-episodes N = 50
+etude quickstart --noise STD
+etude quickstart --policy KEY = act
+etude quickstart --seed N
+etude quickstart --steps N
+etude quickstart --task NAME = pick-place
+etude serve-policy POLICY
+etude serve-policy --host ADDRESS = 127.0.0.1
+etude serve-policy --key TEXT
+etude serve-policy --port N = 8765
+etude serve-policy --which best|last|STEP = auto
+etude export POLICY
+etude export --format torch|onnx = torch
+etude export --output -o DIR
+etude export --which best|last|STEP = auto
 etude new trainer NAME
 etude new trainer --dir DIR = .
 """

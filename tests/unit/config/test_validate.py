@@ -8,6 +8,7 @@ import pytest
 from etude.config.load import Loaded, load
 from etude.config.schema import ExperimentConfig
 from etude.errors import ConfigError
+from etude.registry import CALLBACK_REGISTRY
 
 Config = Callable[..., Loaded]
 
@@ -109,7 +110,8 @@ def test_all_mistakes_are_listed_in_the_order_of_the_file(config: Config) -> Non
     assert str(caught.value).splitlines() == [
         "x.yaml:7:3: training.lrr: unknown key; did you mean 'lr'?",
         "x.yaml:8:3: training.batch_size: expected a whole number, got 'many'",
-        "x.yaml:9:13: callbacks.0.type: unknown callback 'bep'; did you mean 'beep'? Known: beep",
+        "x.yaml:9:13: callbacks.0.type: unknown callback 'bep'; did you mean 'beep'? "
+        f"Known: {', '.join(CALLBACK_REGISTRY.keys())}",
         "override 'run.nam=3': run.nam: unknown key; did you mean 'name'?",
     ]
 

@@ -1,0 +1,61 @@
+"""Who acts, as a command line names it: the expert, a function in a file, or a trained policy."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.errors import ConfigError
+
+
+def find_policy(text: str, which: str = "auto") -> Any:
+    """Return what `expert`, `file.py:function`, a run, a checkpoint or a saved policy stands for."""
+    if text == "expert":
+        return text
+    file, mark, name = text.rpartition(":")
+    if mark and file.endswith(".py"):
+        return load_function(Path(file), name)
+    from etude.cli.runs import find_run
+    from etude.config.restore import load_policy
+
+    return load_policy(find_run(text), which)
+
+
+def load_function(file: Path, name: str) -> Any:
+    """Return a function (or a class, made without arguments) of a Python file."""
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such file; a policy of your own is given as file.py:function")
+    spec = importlib.util.spec_from_file_location(f"etude_script_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{file}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"{file} has no function {name!r}")
+    return found() if isinstance(found, type) else found
+
+
+def read_options(settings: Sequence[str], cameras: str | None, size: int | None) -> dict[str, Any]:
+    """Return the parameters of an environment from KEY=VALUE texts and the two that have options of their own."""
+    from etude.config import yaml12
+
+    options: dict[str, Any] = {}
+    for setting in settings:
+        key, mark, value = setting.partition("=")
+        if not mark or not key:
+            raise ConfigError(f"--option {setting!r}: write KEY=VALUE, as in max_steps=300")
+        try:
+            options[key] = yaml12.read(value).value
+        except yaml12.ReadError as error:
+            raise ConfigError(f"--option {setting!r}: {error.message}") from None
+    if cameras is not None:
+        options["cameras"] = [name.strip() for name in cameras.split(",") if name.strip()]
+    if size is not None:
+        options["size"] = size
+    return options

@@ -1,0 +1,78 @@
+"""`etude data`: look at datasets and convert recordings; signatures and help here, work in `cli.datasets`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+data_app = typer.Typer(help="Look at LeRobot datasets, and convert recordings to them.", no_args_is_help=True)
+
+Root = Annotated[str, typer.Argument(metavar="DATASET", help="Directory of a LeRobot dataset, or its repo_id.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@data_app.callback()
+def data() -> None:
+    """Look at LeRobot datasets, and convert recordings to them."""
+
+
+@data_app.command()
+def inspect(root: Root, as_json: AsJson = False) -> None:
+    """Check DATASET and print its features, tasks and size."""
+    from etude.cli.datasets import inspect_dataset
+
+    inspect_dataset(root, as_json=as_json)
+
+
+@data_app.command()
+def stats(
+    root: Root,
+    episodes: Annotated[
+        str | None, typer.Option("--episodes", metavar="A-B,C", help="Episodes to count, such as 0-9,12.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print mean, spread, range and quantiles of every feature, computed from the data."""
+    from etude.cli.datasets import print_stats
+
+    print_stats(root, episodes, as_json=as_json)
+
+
+@data_app.command()
+def view(
+    root: Root,
+    episode: Annotated[int, typer.Option("--episode", metavar="N", min=0, help="Which episode.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it [DATASET-episode-N.html].")
+    ] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+) -> None:
+    """Write one episode as an HTML page: pictures of every camera, curves of every number."""
+    from etude.cli.datasets import view_episode
+
+    view_episode(root, episode, output, open_page=open_page)
+
+
+@data_app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="HDF5 file or folder (ALOHA, robomimic), or Zarr.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory of the new dataset.")],
+    format_: Annotated[
+        str, typer.Option("--format", metavar="auto|aloha|robomimic|zarr", help="How SRC is laid out.")
+    ] = "auto",
+    fps: Annotated[
+        float | None,
+        typer.Option("--fps", metavar="N", help="Frames per second [what the layout implies]."),
+    ] = None,
+    task: Annotated[str | None, typer.Option("--task", metavar="TEXT", help="What the episodes are for.")] = None,
+    images: Annotated[str, typer.Option("--images", metavar="video|image", help="How pictures are stored.")] = "video",
+) -> None:
+    """Convert SRC to a LeRobot v3.0 dataset; an interrupted conversion goes on.
+
+    Such as: etude data convert pusht_cchi_v7_replay.zarr data/pusht --fps 10 --task "push the T"
+    """
+    from etude.cli.datasets import convert_recording
+
+    convert_recording(source, target, format_=format_, fps=fps, task=task, images=images)

@@ -1,0 +1,97 @@
+"""`etude evaluate`: success of a policy in simulation, with its interval, as a table, JSON, CSV and films."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.cli.acting import find_policy, read_options
+from etude.cli.counting import Counting
+from etude.cli.output import print_json, print_table, say
+
+if TYPE_CHECKING:
+    from etude.rollouts.results import EpisodeRow, EvaluationResult
+
+
+def evaluate_source(
+    source: str,
+    envs: Sequence[str],
+    *,
+    episodes: int,
+    split: str,
+    seed: int,
+    slots: int | None,
+    workers: int,
+    videos: int,
+    which: str,
+    output: Path | None,
+    settings: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Evaluate a policy, keep the result, and print it."""
+    gc.enable()  # switched off for the start by `main`
+    options = read_options(settings, None, None)
+    policy = find_policy(source, which)
+    output = output or default_output(source)
+    from etude.rollouts.evaluate import evaluate_policy
+
+    counting = Counting("episode", episodes * len(envs))
+    seen: list[bool] = []
+
+    def show(row: EpisodeRow) -> None:
+        seen.append(row.success)
+        counting.show(len(seen), f"{sum(seen)} succeeded")
+
+    try:
+        result = evaluate_policy(
+            policy, list(envs), episodes=episodes, split=split, seed=seed, slots=slots, workers=workers,
+            video_dir=output / "videos" if videos else None, videos=videos, options=options, on_episode=show,
+        )  # fmt: skip
+    finally:
+        counting.close()
+    name = "+".join(env.replace("/", "-").replace(":", "-") for env in envs)
+    stem = output / f"{name}-{split}"
+    result.to_json(stem.with_name(stem.name + ".json"))
+    result.to_csv(stem.with_name(stem.name + ".csv"))
+    if as_json:
+        print_json(result.to_dict())
+        return
+    print_result(result)
+    say(f"results: {stem}.json, {stem}.csv")
+
+
+def print_result(result: EvaluationResult) -> None:
+    """Print the rate of each task, and of all together if there are several."""
+    rates = result.tasks if len(result.tasks) == 1 else [*result.tasks, result.total]
+    rows = [
+        (
+            rate.name,
+            f"{rate.successes}/{rate.episodes}",
+            f"{rate.success:.1%}",
+            f"{rate.interval[0]:.1%} to {rate.interval[1]:.1%}",
+            f"{rate.mean_steps:.0f}",
+            f"{rate.mean_reward:.4g}",
+        )
+        for rate in rates
+    ]
+    print_table(("env", "succeeded", "rate", "95 % interval", "steps", "reward"), rows, right=(1, 2, 4, 5))
+    timing: dict[str, Any] = dict(result.timing)
+    text = f"{timing['seconds']:.1f} s, {timing['env_steps_per_s']:.0f} environment steps/s"
+    if "policy_ms_mean" in timing:
+        text += f", policy {timing['policy_ms_mean']:.2f} ms a step (99 %: {timing['policy_ms_p99']:.2f} ms)"
+    say(text)
+    for path in result.videos:
+        say(f"video: {path}")
+
+
+def default_output(source: str) -> Path:
+    """Return where results go unless told: beside what was evaluated."""
+    if source == "expert" or ".py:" in source:
+        return Path("evaluation")
+    from etude.cli.runs import find_run
+
+    path = find_run(source)
+    is_checkpoint = (path / "manifest.json").is_file()
+    return (path.resolve().parent.parent if is_checkpoint else path) / "evaluation"

@@ -1,0 +1,20 @@
+"""`etude export`: a trained policy as one graph, with a manifest that says what goes in and comes out."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+from etude.cli.output import say
+
+
+def export_source(source: str, output: Path, *, kind: str, which: str) -> None:
+    """Load a policy, write it to a directory, and say how near to the module it is."""
+    gc.enable()  # switched off for the start by `main`
+    from etude.cli.runs import find_run
+    from etude.config.restore import load_policy
+    from etude.deploy.export import export_policy
+
+    done = export_policy(load_policy(find_run(source), which), output, kind)
+    size_mb = done.file.stat().st_size / 1e6
+    say(f"{done.file} ({size_mb:.1f} MB) and {done.manifest.name}: actions differ by at most {done.difference:.1e}")

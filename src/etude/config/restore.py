@@ -1,0 +1,86 @@
+"""Load a trained policy from what a run left behind: its directory, one of its checkpoints, or a saved policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from etude.runs.checkpoint import Checkpoint
+
+
+def load_policy(source: str | Path, which: str = "auto") -> nn.Module:
+    """Return a policy in eval mode, with averaged weights if there are any.
+
+    Args:
+        source: A run directory, a checkpoint inside of one, or a directory written by `save_pretrained`.
+        which: Which checkpoint of a run: best, last, a step, or auto for the best if there is one and the last if not.
+    """
+    path = Path(source)
+    if (path / "config.json").is_file():
+        from etude.policies.base import PolicyModule
+
+        return PolicyModule.from_pretrained(path)
+    if (path / "checkpoints").is_dir():
+        return _restore(path, _choose(path, which))
+    if (path / "manifest.json").is_file():
+        from etude.runs.checkpoint import read_checkpoint
+
+        checkpoint = path.resolve()  # `last` and `best` are links
+        return _restore(checkpoint.parent.parent, read_checkpoint(checkpoint))
+    raise CheckpointError(
+        f"{path} is neither a run with checkpoints, nor a checkpoint, nor a saved policy; `etude runs` lists the runs"
+    )
+
+
+def _choose(run: Path, which: str) -> Checkpoint:
+    from etude.runs.directory import Run
+
+    training = Run(run).read_config().get("training") or {}
+    store = Run(run).checkpoints(best_mode=training.get("best_mode", "min"))
+    if which == "auto":
+        which = "best" if store.best is not None else "last"
+    return store.load(int(which) if which.isdecimal() else which)
+
+
+def _restore(run: Path, checkpoint: Checkpoint) -> nn.Module:
+    tree = checkpoint.tree
+    description = tree.get("session", {}).get("policy")
+    policy: Any = _describe(description, checkpoint.path, run) if description else _build(run)
+    weights = {**tree["policy"], **tree.get("ema", {})}
+    try:
+        policy.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{checkpoint.path}: the weights do not fit the policy: {reason}") from None
+    module: nn.Module = policy.eval()
+    return module
+
+
+def _describe(description: Any, checkpoint: Path, run: Path) -> Any:
+    from etude.policies.base import PolicyModule
+    from etude.registry import load_plugins
+    from etude.runs.directory import Run
+
+    load_plugins(Run(run).read_config().get("plugins") or [])
+    return PolicyModule.from_description(description, str(checkpoint))
+
+
+def _build(run: Path) -> Any:
+    """Build the policy as training did, from its config and its data."""
+    config = run / "config.yaml"
+    if not config.is_file():
+        raise CheckpointError(f"{run}: the run has no config.yaml to build its policy from; load it in Python instead")
+    from etude.config.build import build
+    from etude.config.load import load
+
+    trainer = build(load(config), run=run)
+    if getattr(trainer.policy, "is_built", True) is False:
+        if trainer.data.spec is None:
+            raise CheckpointError(f"{run}: the data has no spec to build the policy from")
+        trainer.policy.build(trainer.data.spec)  # type: ignore[operator]
+    return trainer.policy

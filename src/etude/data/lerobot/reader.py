@@ -1,0 +1,232 @@
+"""`LeRobotDataset`: episodes of a LeRobot dataset on disk, with windows in time, one gather a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.data.lerobot.layout import BOOKKEEPING
+from etude.data.lerobot.source import LeRobotSource
+from etude.data.lerobot.stats import PICTURES_SAMPLED, PictureStats, Stats, column_stats, picture_stats
+from etude.data.order import Indices, Keys
+from etude.data.windows import Windows, role_of
+from etude.errors import DataError
+from etude.types import DataSpec, Feature
+
+Augmentation = Any
+"""Called with (images uint8 (B, ..., C, H, W), keys (B,)); returns images of the same shape."""
+
+_DELTA_TOLERANCE_S = 1e-4
+
+
+class LeRobotDataset:
+    """Frames of a LeRobot dataset (v3.0 or v2.1), each with its window in time, read a batch at a time.
+
+    Numbers come as (B, ...), cameras as uint8 (B, C, H, W); features with a window as (B, T, ...) with `<name>_is_pad`.
+    Everything is checked when the dataset is opened. Videos and images are decoded once, in parallel, into a cache of
+    at most `cache_gb`; episodes above that are decoded on the fly.
+
+    Args:
+        root: Directory that has `meta/info.json`.
+        episodes: Which episodes to serve; None means all.
+        delta_timestamps: Windows in seconds by feature name, multiples of 1 / fps.
+        cameras: Which cameras to serve; None means all, an empty list none.
+        stats_episodes: Episodes that statistics come from; those served if None.
+        augment: Changes pictures in training; see `etude.data.augment`.
+        cache_gb: How many decoded frames to keep on disk, in 1e9 bytes.
+        cache_dir: Where caches go; $ETUDE_CACHE or ~/.cache/etude if None.
+        tolerance_s: How far a timestamp may be off; a tenth of a frame if None.
+        show_progress: Show in a terminal how decoding gets on.
+    """
+
+    def __init__(
+        self,
+        root: str | Path | LeRobotSource,
+        episodes: Sequence[int] | None = None,
+        *,
+        delta_timestamps: Mapping[str, Sequence[float]] | None = None,
+        cameras: Sequence[str] | None = None,
+        stats_episodes: Sequence[int] | None = None,
+        augment: Augmentation | None = None,
+        cache_gb: float = 4.0,
+        cache_dir: str | Path | None = None,
+        tolerance_s: float | None = None,
+        show_progress: bool = True,
+    ) -> None:
+        if isinstance(root, LeRobotSource):
+            source = root
+        else:
+            source = LeRobotSource(
+                root, cameras=cameras, cache_gb=cache_gb, cache_dir=cache_dir, tolerance_s=tolerance_s,
+                show_progress=show_progress,
+            )  # fmt: skip
+        self.source = source
+        self.root, self.fps, self.tasks = source.root, source.info.fps, source.tasks
+        self.augment = augment
+        self.episodes = _checked_episodes(source, episodes)
+        self._stats_episodes = self.episodes if stats_episodes is None else _checked_episodes(source, stats_episodes)
+        # Rows of the episodes served; None if those are all, in order.
+        everything = self.episodes == list(range(len(source.episodes)))
+        self._rows = None if everything else source.episodes.rows(self.episodes)
+        self.cameras = [name for name in source.columns if name in source.info.cameras]
+        self._deltas = self._to_frames(delta_timestamps or {})
+        self._windows = self._make_windows()
+
+    # -- shape --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_episodes(self) -> int:
+        """How many episodes are served."""
+        return len(self.episodes)
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """The features as `info.json` describes them."""
+        return dict(self.source.info.features)
+
+    def __len__(self) -> int:
+        return int(self.source.episodes.ends[-1]) if self._rows is None else len(self._rows)
+
+    def with_episodes(self, episodes: Sequence[int], *, stats_episodes: Sequence[int] | None = None) -> LeRobotDataset:
+        """Return a dataset of other episodes that shares the open files; it has no windows and no augmentation."""
+        return LeRobotDataset(self.source, episodes, stats_episodes=stats_episodes)
+
+    # -- windows ------------------------------------------------------------------------------------------------
+
+    def use_windows(self, observation: Sequence[int] | None = None, action: Sequence[int] | None = None) -> None:
+        """Give observations and actions a window, as distances in frames; None gives single frames.
+
+        What a policy asks for (`observation_delta_indices`, `action_delta_indices`) can be passed on as it is.
+        """
+        for name in self.source.columns:
+            wanted = observation if name.startswith("observation") or name in self.cameras else None
+            if role_of(name) == "action":
+                wanted = action
+            elif not name.startswith("observation") and name not in self.cameras:
+                continue
+            if wanted is None:
+                self._deltas.pop(name, None)
+            else:
+                self._deltas[name] = [int(step) for step in wanted]
+        self._windows = self._make_windows()
+
+    def _to_frames(self, delta_timestamps: Mapping[str, Sequence[float]]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for name, seconds in delta_timestamps.items():
+            found[name] = [round(second * self.fps) for second in seconds]
+            for second, frames in zip(seconds, found[name], strict=True):
+                if abs(second - frames / self.fps) > _DELTA_TOLERANCE_S:
+                    raise DataError(
+                        f"delta_timestamps of {name!r}: {second} s is not a multiple of 1/{self.fps:g} s; the nearest "
+                        f"is {frames / self.fps:g} s"
+                    )
+        return found
+
+    def _make_windows(self) -> Windows:
+        return Windows(self.source.columns, self.source.episodes.ends, self._deltas, fps=self.fps)
+
+    # -- samples ------------------------------------------------------------------------------------------------
+
+    def gather(self, indices: Indices, keys: Keys) -> dict[str, Tensor]:
+        """Return the samples at `indices` as one batch; augmentation draws from the keys."""
+        rows = np.asarray(indices, dtype=np.int64)
+        batch = self._windows.gather(rows if self._rows is None else self._rows[rows], keys)
+        if self.augment is not None:
+            for number, name in enumerate(self.cameras):
+                batch[name] = self.augment(batch[name], keys, number)
+        return batch
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        length = len(self)
+        if not -length <= index < length:
+            raise IndexError(f"sample {index} of {length}")
+        key = torch.randint(1 << 62, (1,)).numpy().astype(np.uint64) if self.augment is not None else _NO_KEY
+        batch = self.gather(np.array([index % length]), key)
+        return {name: values[0] for name, values in batch.items()}
+
+    # -- statistics ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def stats(self) -> dict[str, Stats]:
+        """Statistics of every feature over the episodes they are to come from, computed from the data itself."""
+        return mixed_stats([(self, 1.0)], self._described())
+
+    @cached_property
+    def spec(self) -> DataSpec:
+        """The features with their statistics; cameras as (C, H, W) with statistics per channel in 0..1."""
+        return DataSpec(spec_features(self, self.stats), self.fps)
+
+    def _described(self) -> list[str]:
+        return [name for name in self.source.columns if name not in BOOKKEEPING]
+
+    @cached_property
+    def stats_rows(self) -> Indices:
+        """Rows that statistics come from."""
+        return self.source.episodes.rows(self._stats_episodes)
+
+    @cached_property
+    def histograms(self) -> dict[str, tuple[Any, int]]:
+        """Histograms (C, 256) of a sample of each camera's pictures, and how many pictures they count."""
+        rows = self.stats_rows
+        sampled = rows[np.unique(np.linspace(0, len(rows) - 1, PICTURES_SAMPLED).astype(np.int64))]
+        found = {}
+        for name in self.cameras:
+            stats = PictureStats(self.source.columns[name].shape[1])
+            for part in np.array_split(sampled, -(-len(sampled) // 32)):
+                for picture in np.asarray(self.source.columns[name][part]):
+                    stats.add(picture.transpose(1, 2, 0))
+            found[name] = stats.histogram, stats.pictures
+        return found
+
+
+_NO_KEY: Keys = np.zeros(1, dtype=np.uint64)
+
+
+def mixed_stats(parts: Sequence[tuple[LeRobotDataset, float]], names: Sequence[str]) -> dict[str, Stats]:
+    """Return statistics of features over several datasets, each with a weight."""
+    found: dict[str, Stats] = {}
+    for name in names:
+        if name in parts[0][0].cameras:
+            histograms = [(dataset.histograms[name][0], weight) for dataset, weight in parts]
+            found[name] = picture_stats(histograms, sum(dataset.histograms[name][1] for dataset, _ in parts))
+        else:
+            columns = [(dataset.source.columns[name][dataset.stats_rows].numpy(), weight) for dataset, weight in parts]
+            found[name] = column_stats(columns)
+    return found
+
+
+def spec_features(dataset: LeRobotDataset, stats: Mapping[str, Stats]) -> dict[str, Feature]:
+    """Describe the features that have statistics, and the task."""
+    features: dict[str, Feature] = {}
+    for name, found in stats.items():
+        column = dataset.source.columns[name]
+        tensors = {kind: torch.from_numpy(value).float() for kind, value in found.items() if kind != "count"}
+        tensors["count"] = torch.from_numpy(found["count"])
+        if name in dataset.cameras:
+            features[name] = Feature(tuple(column.shape[1:]), "uint8", "image", stats=tensors)
+            continue
+        info = dataset.source.info.features[name]
+        dtype = str(column.dtype).removeprefix("torch.")
+        features[name] = Feature(info.shape, dtype, role_of(name), names=info.dimension_names, stats=tensors)
+    features["task_index"] = Feature((), "int64", "task", max(1, len(dataset.tasks)), tuple(dataset.tasks) or None)
+    return features
+
+
+def _checked_episodes(source: LeRobotSource, episodes: Sequence[int] | None) -> list[int]:
+    total = len(source.episodes)
+    if episodes is None:
+        return list(range(total))
+    chosen = [int(number) for number in episodes]
+    if not chosen:
+        raise DataError(f"{source.root}: no episodes are chosen")
+    if wrong := [number for number in chosen if not 0 <= number < total]:
+        raise DataError(f"{source.root}: there is no episode {wrong[0]}; there are 0 to {total - 1}")
+    if len(set(chosen)) < len(chosen):
+        raise DataError(f"{source.root}: an episode is chosen twice in {chosen}")
+    return chosen

@@ -1,0 +1,215 @@
+"""A dataset on disk as columns: metadata read, parquet files copied once into memory-mapped arrays, cameras decoded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.data.lerobot.cache import Cache
+from etude.data.lerobot.episodes import Episodes, read_episodes, read_task_texts
+from etude.data.lerobot.frames import Frames, ImageSource, Source, VideoSource, copy_pictures, decode_all, find_stamps
+from etude.data.lerobot.layout import BOOKKEEPING, FeatureInfo, Info, read_info
+from etude.data.lerobot.tables import arrow, numbers, read_table
+from etude.data.lerobot.validate import check_columns, check_manifest, default_tolerance_s, put_in_order
+from etude.errors import DataError
+
+log = logging.getLogger("etude.data")
+Array = NDArray[Any]
+
+_CACHE_FORMAT = 2
+"""Part of every key: raised when what is cached changes its form."""
+
+
+class LeRobotSource:
+    """One dataset on disk, checked: every frame of every episode, by feature.
+
+    Args:
+        root: Directory that has `meta/info.json`.
+        cameras: Which cameras to open; None means all.
+        cache_gb: How much decoded video and how many decoded images to keep on disk, in 1e9 bytes.
+        cache_dir: Where caches go.
+        tolerance_s: How far a timestamp may be off; a tenth of a frame if None.
+        show_progress: Show in a terminal how decoding gets on.
+        warn: Say when the budget does not hold all frames.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        cameras: Sequence[str] | None = None,
+        cache_gb: float = 4.0,
+        cache_dir: str | Path | None = None,
+        tolerance_s: float | None = None,
+        show_progress: bool = True,
+        warn: bool = True,
+    ) -> None:
+        arrow()
+        self.root = Path(root)
+        self.info: Info = read_info(self.root)
+        self.episodes: Episodes = read_episodes(self.info)
+        self.tasks: list[str] = read_task_texts(self.info)
+        self._budget_bytes = int(_checked_budget(cache_gb) * 1e9)
+        self._show_progress, self._warn = show_progress, warn
+        chosen = _chosen(self.info, cameras)
+        self._cache = Cache(self.root, cache_dir)
+        self._data_files = sorted(set(self.episodes.data_files))
+        videos = [file for name in chosen for file in (self.episodes.clips[name].files if self._is_video(name) else [])]
+        self._hashes = self._cache.hash_files([*self.episodes.meta_files, *self._data_files, *videos])
+        check_manifest(self.root, self._hashes)
+        arrays, self._order = self._open_columns()
+        tolerance = default_tolerance_s(self.info.fps) if tolerance_s is None else tolerance_s
+        check_columns(arrays, self.info, self.episodes, self.tasks, tolerance)
+        self.columns: dict[str, Any] = {name: _for_training(name, values) for name, values in arrays.items()}
+        self._open_cameras(chosen, arrays["timestamp"])
+
+    def _is_video(self, name: str) -> bool:
+        return self.info.features[name].dtype == "video"
+
+    # -- numbers ------------------------------------------------------------------------------------------------
+
+    def _open_columns(self) -> tuple[dict[str, Array], Array]:
+        features = self.info.columns
+        described = {name: [feature.dtype, list(feature.shape)] for name, feature in features.items()}
+        meta = [self._hashes[path] for path in self.episodes.meta_files]
+        key = [_CACHE_FORMAT, described, meta, [self._hashes[path] for path in self._data_files]]
+        for attempt in (1, 2):
+            entry = self._cache.get("columns", key, self._build_columns)
+            try:
+                return _map_columns(entry)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                self._cache.drop(entry)  # somebody damaged the cache: it can be made again
+                if attempt == 2:
+                    raise DataError(f"{entry}: the cache cannot be read back ({error}); set cache_dir") from error
+        raise AssertionError
+
+    def _build_columns(self, target: Path) -> None:
+        features = self.info.columns
+        parts: dict[str, list[Array]] = {name: [] for name in features}
+        for path in self._data_files:
+            table = read_table(path, list(features))
+            for name, feature in features.items():
+                parts[name].append(numbers(table, feature, path))
+        columns = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+        for name in BOOKKEEPING:
+            columns[name] = columns[name].reshape(-1)
+        columns, order = put_in_order(columns, self.episodes, self.root)
+        names = {name: f"{number}.npy" for number, name in enumerate(columns)}
+        for name, file in names.items():
+            np.save(target / file, columns[name], allow_pickle=False)
+        np.save(target / "order.npy", order, allow_pickle=False)
+        (target / "columns.json").write_text(json.dumps(names))
+
+    # -- cameras ------------------------------------------------------------------------------------------------
+
+    def _open_cameras(self, names: Sequence[str], timestamps: Array) -> None:
+        sources = {name: self._source(self.info.features[name], timestamps) for name in names}
+        frame_bytes = sum(int(np.prod(source.feature.shape)) for source in sources.values())
+        # The same number of episodes of every camera: a sample is fast only if all its pictures are at hand.
+        affordable = self._budget_bytes // max(1, frame_bytes)
+        count = int(np.searchsorted(self.episodes.ends, affordable, side="right"))
+        if sources and count < len(self.episodes) and self._warn:
+            log.warning(
+                "%s: %.1f GB of decoded frames exceed cache_gb=%g; %d of %d episodes are cached, others decoded on the "
+                "fly", self.root, frame_bytes * len(timestamps) / 1e9, self._budget_bytes / 1e9, count,
+                len(self.episodes),
+            )  # fmt: skip
+        for name, source in sources.items():
+            cached = self._decoded(source, count) if count else None
+            whole = cached is not None and count == len(self.episodes)
+            self.columns[name] = torch.from_numpy(cached) if whole else Frames(source, self.episodes, cached)
+
+    def _source(self, feature: FeatureInfo, timestamps: Array) -> Source:
+        key = [_CACHE_FORMAT, feature.name, list(feature.shape), self.info.fps, self._file_keys(feature)]
+        if feature.dtype == "video":
+            key.append([self._hashes[path] for path in self._data_files])  # the timestamps are there
+
+            def find(target: Path) -> None:
+                np.save(target / "stamps.npy", find_stamps(self.info, self.episodes, feature, timestamps))
+
+            entry = self._cache.get(f"stamps_{_slug(feature.name)}", key, find)
+            return VideoSource(self.info, self.episodes, feature, np.load(entry / "stamps.npy", mmap_mode="r"))
+        blobs = self._cache.get(
+            f"pictures_{_slug(feature.name)}", key,
+            lambda target: copy_pictures(self._data_files, self._order, feature.name, target),
+        )  # fmt: skip
+        return ImageSource(self.info, self.episodes, feature, blobs)
+
+    def _file_keys(self, feature: FeatureInfo) -> list[str]:
+        files = self.episodes.clips[feature.name].files if feature.dtype == "video" else self._data_files
+        meta = [self._hashes[path] for path in self.episodes.meta_files]
+        return [*meta, *(self._hashes[path] for path in dict.fromkeys(files))]
+
+    def _decoded(self, source: Source, count: int) -> Array:
+        feature = source.feature
+        height, width, channels = feature.shape
+        rows = int(self.episodes.ends[count - 1])
+        key = [_CACHE_FORMAT, feature.name, list(feature.shape), self.info.fps, count, self._file_keys(feature)]
+
+        def build(target: Path) -> None:
+            with _progress(f"decoding {feature.name}", rows, self._show_progress) as advance:
+                decode_all(source, self.episodes, count, target / "frames.u8", advance)
+
+        entry = self._cache.get(f"frames_{_slug(feature.name)}", key, build) / "frames.u8"
+        # Copy on write: torch wants memory that it may write to, and nothing ever reaches the file.
+        return np.memmap(entry, dtype=np.uint8, mode="c", shape=(rows, channels, height, width))
+
+
+def _checked_budget(cache_gb: float) -> float:
+    if not cache_gb >= 0:
+        raise DataError(f"cache_gb must not be negative, got {cache_gb}")
+    return cache_gb
+
+
+def _chosen(info: Info, cameras: Sequence[str] | None) -> list[str]:
+    known = info.cameras
+    if cameras is None:
+        return list(known)
+    names = [name if name in known else f"observation.images.{name}" for name in cameras]
+    if unknown := [name for name, full in zip(cameras, names, strict=True) if full not in known]:
+        raise DataError(f"{info.root}: there is no camera {unknown[0]!r}; there are {sorted(known) or 'none'}")
+    return list(dict.fromkeys(names))
+
+
+def _slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "._" else "_" for letter in name)
+
+
+def _map_columns(entry: Path) -> tuple[dict[str, Array], Array]:
+    names = json.loads((entry / "columns.json").read_text())
+    columns = {name: np.load(entry / file, mmap_mode="c", allow_pickle=False) for name, file in names.items()}
+    return columns, np.load(entry / "order.npy", allow_pickle=False)
+
+
+def _for_training(name: str, values: Array) -> Tensor:
+    # Policies compute in float32; float64 recordings would make every batch twice as large and then be cast.
+    wide = values.dtype in (np.float64, np.float16) and name not in BOOKKEEPING
+    return torch.from_numpy(values.astype(np.float32) if wide else values)
+
+
+@contextmanager
+def _progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Count frames: as a bar in a terminal, as one line in a log elsewhere."""
+    begun = time.perf_counter()
+    if not (shown and sys.stderr.isatty()):
+        yield lambda count: None
+    else:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda count: bar.advance(task, count)
+    seconds = time.perf_counter() - begun
+    log.info("%s: %d frames in %.1f s (%.0f a second)", what, total, seconds, total / max(seconds, 1e-9))

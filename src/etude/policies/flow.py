@@ -1,0 +1,162 @@
+"""Flow matching (Lipman et al. 2023; rectified flow, Liu et al. 2023): actions flow out of noise on straight lines.
+
+Time 0 is noise, time 1 is data; between them x = (1 - t) noise + t data, which moves at the velocity data - noise.
+
+Shape letters: B batch, H denoised actions, A action.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from etude.errors import ConfigError
+from etude.policies.generative import PUBLISHED_DOWN_DIMS, GenerativePolicy, Head, HeadOptions
+from etude.policies.normalize import Mode
+from etude.policies.observation import ImageOptions
+from etude.policies.vision import Norm
+
+Solver = Literal["euler", "midpoint"]
+TimeSampling = Literal["uniform", "beta", "logit_normal"]
+Velocity = Callable[[Tensor, Tensor], Tensor]
+"""From a point (B, ...) and times (B,) to where it moves, (B, ...)."""
+
+TIME_SCALE = 100.0
+"""What times are multiplied by before they are embedded, so that they spread like the 100 steps of diffusion."""
+_BETA_EXPONENT, _BETA_END = 1.5, 0.999
+
+
+def integrate(velocity: Velocity, noise: Tensor, num_steps: int, solver: Solver = "euler") -> Tensor:
+    """Follow the velocity from time 0 to time 1 in equal steps; the midpoint rule asks for it twice a step."""
+    point, width = noise, 1 / num_steps
+
+    def at(time: float) -> Tensor:
+        return torch.full((noise.shape[0],), time, dtype=noise.dtype, device=noise.device)
+
+    for i in range(num_steps):
+        slope = velocity(point, at(i * width))
+        if solver == "midpoint":
+            slope = velocity(point + width / 2 * slope, at((i + 0.5) * width))
+        point = point + width * slope
+    return point
+
+
+def sample_times(uniform_B: Tensor, sampling: TimeSampling) -> Tensor:
+    """Turn uniform numbers into training times by the inverse of the distribution's cumulative function.
+
+    uniform: all times alike. beta: 0.999 (1 - x) with x from Beta(1.5, 1), more often noisy, as in pi0 (2024).
+    logit_normal: the logistic function of a normal number, more often halfway, as in Stable Diffusion 3 (2024).
+    """
+    if sampling == "beta":
+        return _BETA_END * (1 - uniform_B ** (1 / _BETA_EXPONENT))
+    if sampling == "logit_normal":
+        # Half a unit of the last place away from 0 and 1, where the normal quantile is infinite.
+        inner_B = uniform_B.clamp(2**-25, 1 - 2**-24)
+        return torch.sigmoid(math.sqrt(2) * torch.erfinv(2 * inner_B - 1))
+    return uniform_B
+
+
+class FlowMatching(GenerativePolicy):
+    """Turn noise into a sequence of actions along a learned flow, with a UNet or a DiT.
+
+    The defaults are as large as Diffusion's (250 million parameters); `down_dims=[64, 128]` learns on a laptop.
+
+    Args:
+        horizon: Actions made together, the first for the oldest observation.
+        n_obs_steps: Observations in a row that the policy sees.
+        n_action_steps: Actions executed of each chunk.
+        head: Network for the velocity: unet, dit or transformer.
+        down_dims: Channels of the UNet at each level; None is 512, 1024, 2048.
+        kernel_size: Width of the UNet's convolutions in time.
+        n_groups: Groups of the UNet's normalisations.
+        step_embed_dim: Width of the UNet's embedding of time.
+        film_scale: Let the condition scale the UNet's channels as well as shift them.
+        n_layers: Blocks of a DiT or transformer head.
+        n_heads: Attention heads of a DiT or transformer head.
+        hidden_dim: Width of a DiT or transformer head.
+        dropout: Dropout of a DiT or transformer head.
+        causal: Let an action of the transformer see no later one.
+        solver: euler or midpoint, which asks the network twice a step.
+        num_inference_steps: Steps of the solver.
+        time_sampling: Which times are trained most: uniform, beta (noisy ones) or logit_normal (those halfway).
+        do_mask_loss: Leave padded actions out of the loss.
+        temporal_ensemble_coeff: Weight of temporal ensembling; None is none.
+        latency_steps: Control steps that computing a chunk takes.
+        normalization: Mode by role or feature name: mean_std, min_max, quantiles or identity.
+        image_backbone: Network for images.
+        image_weights: Directory of pretrained weights for it.
+        image_norm: auto, group, frozen or batch.
+        image_size: Height and width images are scaled to; None leaves them.
+        image_crop: Height and width to cut out of images, at random in training.
+        keypoints: Points located in each image.
+        image_dim: Width of a layer over them; None leaves it out.
+        task_dim: Width of the embedding of a task.
+    """
+
+    def __init__(
+        self,
+        horizon: int = 16,
+        n_obs_steps: int = 2,
+        n_action_steps: int | None = 8,
+        head: Head = "unet",
+        down_dims: list[int] | None = None,
+        kernel_size: int = 5,
+        n_groups: int = 8,
+        step_embed_dim: int = 128,
+        film_scale: bool = True,
+        n_layers: int = 6,
+        n_heads: int = 4,
+        hidden_dim: int = 256,
+        dropout: float = 0.0,
+        causal: bool = False,
+        solver: Solver = "euler",
+        num_inference_steps: int = 10,
+        time_sampling: TimeSampling = "uniform",
+        do_mask_loss: bool = True,
+        temporal_ensemble_coeff: float | None = None,
+        latency_steps: int = 0,
+        normalization: dict[str, Mode] | None = None,
+        image_backbone: str = "resnet18",
+        image_weights: str | None = None,
+        image_norm: Norm = "auto",
+        image_size: list[int] | None = None,
+        image_crop: list[int] | None = None,
+        keypoints: int = 32,
+        image_dim: int | None = 64,
+        task_dim: int = 32,
+    ) -> None:
+        network = HeadOptions(
+            head, list(down_dims or PUBLISHED_DOWN_DIMS), kernel_size, n_groups, step_embed_dim, film_scale,
+            n_layers, n_heads, hidden_dim, dropout, causal,
+        )  # fmt: skip
+        images = ImageOptions(image_backbone, image_weights, image_norm, image_size, image_crop)
+        super().__init__(
+            horizon, network, images, n_obs_steps=n_obs_steps, keypoints=keypoints, image_dim=image_dim,
+            task_dim=task_dim, do_mask_loss=do_mask_loss, n_action_steps=n_action_steps, latency_steps=latency_steps,
+            temporal_ensemble_coeff=temporal_ensemble_coeff, normalization=normalization,
+        )  # fmt: skip
+        self.solver, self.num_inference_steps, self.time_sampling = solver, num_inference_steps, time_sampling
+        for name, value, known in (("solver", solver, Solver), ("time_sampling", time_sampling, TimeSampling)):
+            if value not in get_args(known):
+                raise ConfigError(f"FlowMatching {name} {value!r} is unknown; one of {', '.join(get_args(known))}")
+        if num_inference_steps < 1:
+            raise ConfigError(f"FlowMatching num_inference_steps must be at least 1, got {num_inference_steps}")
+
+    def corrupt(self, actions_BHA: Tensor, noise_BHA: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return points on the lines from noise to actions, the scaled times, and the velocities there."""
+        time_B = sample_times(uniform_B, self.time_sampling)
+        noisy_BHA = torch.lerp(noise_BHA, actions_BHA, time_B.to(actions_BHA.dtype).view(-1, 1, 1))
+        return noisy_BHA, TIME_SCALE * time_B, actions_BHA - noise_BHA
+
+    def denoise(self, noise_BHA: Tensor, condition: Tensor) -> Tensor:
+        """Return the actions that the noise flows to, (B, H, A)."""
+
+        def velocity(point_BHA: Tensor, time_B: Tensor) -> Tensor:
+            out: Tensor = self.head(point_BHA, TIME_SCALE * time_B, condition)
+            return out
+
+        return integrate(velocity, noise_BHA, self.num_inference_steps, self.solver)

@@ -1,0 +1,142 @@
+"""Normalisation as part of the policy: one object goes both ways, and its numbers are saved with the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from etude.errors import ConfigError, DataError
+from etude.policies.spec import condense
+from etude.registry import did_you_mean
+from etude.types import DataSpec, Feature
+
+Mode = Literal["mean_std", "min_max", "quantiles", "identity", "imagenet"]
+MODES: tuple[Mode, ...] = ("mean_std", "min_max", "quantiles", "identity", "imagenet")
+BOUNDED: tuple[Mode, ...] = ("min_max", "quantiles")
+"""Modes that map (almost) everything into [-1, 1]."""
+ROLE_MODES: Mapping[str, Mode] = {
+    "state": "mean_std",
+    "environment": "mean_std",
+    "image": "imagenet",
+    "text": "identity",
+    "action": "mean_std",
+}
+"""What holds for a role where nothing else is said."""
+
+WIDTH_FLOOR = 1e-6
+"""A dimension narrower than this, relative to its size, is constant: it is centred and left at its scale."""
+OBSERVATION_LIMIT = 10.0
+"""Normalised states are clamped here: a dimension that hardly moved in the data must not blow up on the robot."""
+_IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+_NEEDED: Mapping[Mode, tuple[str, ...]] = {
+    "mean_std": ("mean", "std"),
+    "min_max": ("min", "max"),
+    "quantiles": ("q01", "q99"),
+    "identity": (),
+    "imagenet": (),
+}
+
+
+class Normalizer(nn.Module):
+    """Map every feature of a spec to the scale layers like, and actions back to the data's units.
+
+    Each mode is affine: `(value - center) / width`. The numbers are buffers, so they travel with the state dict.
+
+    Args:
+        spec: The features, with statistics.
+        modes: Mode by role ("state", "action", ...) or by feature name; the name wins.
+    """
+
+    def __init__(self, spec: DataSpec, modes: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        spec = condense(spec)
+        self.modes = resolve_modes(spec, modes or {})
+        """Mode of each feature, by its name."""
+        self._plan: list[tuple[str, str, str, bool]] = []
+        for name, mode in self.modes.items():
+            feature = spec[name]
+            if feature.role == "action":
+                self.action_name = name
+            key = name.replace(".", "__")
+            self._plan.append((name, key, feature.role, mode != "identity"))
+            center, width = _affine(name, feature, mode)
+            self.register_buffer(f"{key}__center", center)
+            self.register_buffer(f"{key}__width", width)
+
+    def normalize(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the batch with every known feature in it normalised; uint8 images become floats first."""
+        out = dict(batch)
+        for name, key, role, is_affine in self._plan:
+            if name not in out:
+                continue
+            center, width = self.get_buffer(f"{key}__center"), self.get_buffer(f"{key}__width")
+            value = out[name]
+            if role == "image" and not value.is_floating_point():
+                value = value.to(center.dtype) / 255.0
+            value = value.to(center.dtype)
+            if is_affine:
+                value = (value - center) / width
+            if role in ("state", "environment"):
+                value = value.clamp(-OBSERVATION_LIMIT, OBSERVATION_LIMIT) if is_affine else value
+            out[name] = value
+        return out
+
+    def unnormalize(self, name: str, value: Tensor) -> Tensor:
+        """Return a normalised feature in the data's units."""
+        key = name.replace(".", "__")
+        if self.modes[name] == "identity":
+            return value
+        return value * self.get_buffer(f"{key}__width") + self.get_buffer(f"{key}__center")
+
+    def unnormalize_action(self, value: Tensor) -> Tensor:
+        """Return normalised actions in the data's units."""
+        return self.unnormalize(self.action_name, value) if hasattr(self, "action_name") else value
+
+
+def resolve_modes(spec: DataSpec, modes: Mapping[str, str]) -> dict[str, Mode]:
+    """Return the mode of each feature that is normalised; refuse keys and modes that mean nothing."""
+    for key, mode in modes.items():
+        if mode not in MODES:
+            raise ConfigError(f"normalization of {key!r} is {mode!r}; one of {', '.join(MODES)}")
+        if key not in ROLE_MODES and key not in spec.features:
+            known = [*ROLE_MODES, *spec.features]
+            raise ConfigError(f"normalization names {key!r}, which is no role and no feature{did_you_mean(key, known)}")
+    resolved: dict[str, Mode] = {}
+    for name, feature in spec.features.items():
+        if feature.role not in ROLE_MODES or (feature.role == "action" and feature.classes is not None):
+            continue  # An index has no scale.
+        mode = modes.get(name, modes.get(feature.role, ROLE_MODES[feature.role]))
+        resolved[name] = next(known for known in MODES if known == mode)
+        if mode == "imagenet" and (feature.role != "image" or feature.shape[0] != 3):
+            raise ConfigError(
+                f"normalization 'imagenet' is for images of 3 channels, {name} has shape {feature.shape}; "
+                f"set normalization: {{{name}: mean_std}}"
+            )
+    return resolved
+
+
+def _affine(name: str, feature: Feature, mode: Mode) -> tuple[Tensor, Tensor]:
+    """Return center and width of a feature, in float32."""
+    shape = (feature.shape[0], 1, 1) if feature.role == "image" else feature.shape
+    if mode == "identity":
+        return torch.zeros(shape), torch.ones(shape)
+    if mode == "imagenet":
+        mean, std = (torch.tensor(_IMAGENET[key]).reshape(3, 1, 1) for key in ("mean", "std"))
+        return mean, std
+    stats: Mapping[str, Any] = feature.stats or {}
+    if missing := [key for key in _NEEDED[mode] if key not in stats]:
+        raise DataError(
+            f"{name} has no {' and '.join(missing)} in its statistics, which normalization {mode!r} needs; "
+            f"compute the dataset's statistics or set normalization: {{{name}: identity}}"
+        )
+    first, second = (torch.as_tensor(stats[key], dtype=torch.float64).reshape(shape) for key in _NEEDED[mode])
+    if not (first.isfinite().all() and second.isfinite().all()):
+        raise DataError(f"the statistics of {name} are not finite; look for NaN or infinity in the data")
+    center, width = (first, second) if mode == "mean_std" else ((first + second) / 2, (second - first) / 2)
+    if (width < 0).any():
+        raise DataError(f"the statistics of {name} contradict themselves: {' and '.join(_NEEDED[mode])} do not fit")
+    floor = WIDTH_FLOOR * center.abs().clamp(min=1.0)
+    return center.float(), torch.where(width > floor, width, 1.0).float()

@@ -1,0 +1,134 @@
+"""Saved policies: a directory with config.json (what it is) and model.safetensors (what it learned)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from etude.errors import CheckpointError, ConfigError, DataError, RegistryError
+from etude.policies.spec import spec_from_json, spec_to_json
+from etude.registry import POLICY_REGISTRY
+from etude.runs.durable import write_atomically
+from etude.runs.tensor_file import read_tensor_file
+
+if TYPE_CHECKING:
+    from etude.policies.base import PolicyModule
+
+FORMAT = "etude-policy"
+SCHEMA_VERSION = 1
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+
+
+def describe(policy: PolicyModule, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything but the weights of a policy as JSON values."""
+    kind = type(policy)
+    description = {
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "policy": POLICY_REGISTRY.key_of(kind),
+        "class": f"{kind.__module__}:{kind.__qualname__}",
+        "params": _plain(params),
+        "executor": policy.executor.settings(),
+        "spec": spec_to_json(policy.spec),
+    }
+    try:
+        json.dumps(description, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{kind.__name__} cannot be saved: its constructor took a value that JSON cannot hold ({error})"
+        ) from None
+    return description
+
+
+def save(policy: PolicyModule, description: Mapping[str, Any], directory: Path) -> None:
+    """Write a policy to a directory, each file in one step; the description, which tells the weights' hash, last."""
+    from safetensors.torch import save as to_bytes
+
+    tensors: dict[str, Tensor] = {
+        name: value.detach().cpu().contiguous().clone() for name, value in policy.state_dict().items()
+    }
+    content = to_bytes(tensors, {"format": "pt"})
+    directory.mkdir(parents=True, exist_ok=True)
+    complete = {**description, "weights_sha256": hashlib.sha256(content).hexdigest()}
+    write_atomically(directory / WEIGHTS_FILE, content)
+    write_atomically(directory / CONFIG_FILE, (json.dumps(complete, indent=2, allow_nan=False) + "\n").encode())
+
+
+def load(kind: type[PolicyModule], directory: Path) -> Any:
+    """Return the policy saved in a directory; it must be a `kind`."""
+    description = _read_description(directory)
+    weights = directory / WEIGHTS_FILE
+    try:
+        digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+        if digest != description.get("weights_sha256"):
+            raise ValueError("it is not the file that was saved (its hash differs)")
+        tensors = read_tensor_file(weights)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read the policy's weights {weights}: {error}") from None
+    policy = from_description(kind, description, str(directory / CONFIG_FILE))
+    try:
+        policy.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"the weights {weights} do not fit the policy in {CONFIG_FILE}: {reason}") from None
+    return policy.eval()
+
+
+def from_description(kind: type[PolicyModule], description: Mapping[str, Any], source: str) -> PolicyModule:
+    """Make the described policy, built, with weights that are still to be loaded."""
+    found = _find_class(kind, description, source)
+    try:
+        policy: PolicyModule = found(**description["params"])
+        policy.is_restored = True
+        policy.build(spec_from_json(description["spec"]))
+        policy.set_execution(**description["executor"])
+    except (ConfigError, DataError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{source} does not describe a {found.__name__} of this Etude: {error}") from error
+    return policy
+
+
+def _read_description(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG_FILE
+    try:
+        description = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        what = "there is no such directory" if not directory.is_dir() else f"it has no {CONFIG_FILE}"
+        raise CheckpointError(f"{directory} is not a saved policy: {what}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read the saved policy {path}: {error}") from None
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise CheckpointError(f"{path} was not written by Etude's save_pretrained; it cannot be loaded as a policy")
+    version = description.get("schema_version")
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        raise CheckpointError(f"{path} has schema version {version}, this Etude reads {SCHEMA_VERSION}; upgrade Etude")
+    return description
+
+
+def _find_class(kind: type[PolicyModule], description: Mapping[str, Any], source: str) -> Any:
+    key, home = description.get("policy"), description.get("class")
+    own = f"{kind.__module__}:{kind.__qualname__}"
+    if home == own or (key is not None and key == POLICY_REGISTRY.key_of(kind)):
+        return kind
+    # Only what is registered is imported: a file must not be able to name code to run.
+    try:
+        found: Any = POLICY_REGISTRY.get(str(key)) if key is not None else None
+    except RegistryError as error:
+        raise CheckpointError(f"{source}: {error}; load the plugin that registers it first") from None
+    if found is None:
+        raise CheckpointError(f"{source} holds a {home}, which is not registered; call from_pretrained on that class")
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise CheckpointError(f"{source} holds a policy {key!r}, no {kind.__name__}; use PolicyModule.from_pretrained")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

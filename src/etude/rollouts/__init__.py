@@ -1,0 +1,1 @@
+"""How experience is made: environments, demonstrations, evaluation in simulation."""

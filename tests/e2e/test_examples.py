@@ -1,0 +1,85 @@
+"""Every example runs as it stands, at a small size, with warnings as errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+OTHERS = ("huggingface_trainer.py", "lightning_trainer.py")
+"""Examples that need a peer, and have tests beside the engine they show."""
+needs_sim = pytest.mark.skipif(find_spec("metaworld") is None, reason="needs etude[sim]")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def run(name: str, arguments: list[str], cwd: Path, env: dict[str, str]) -> str:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=220, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_short_and_run_by_a_test() -> None:
+    here = Path(__file__).read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 120, path.name
+        assert path.name in OTHERS or f'run("{path.name}"' in here, f"{path.name} is not run"
+
+
+def test_a_loss_of_ones_own(tmp_path: Path, child_env: dict[str, str]) -> None:
+    out = run("custom_loss.py", ["--steps", "60"], tmp_path, child_env)
+    assert float(out.splitlines()[-1]) > 0.5
+
+
+@needs_sim
+def test_arrays_become_a_dataset_and_a_policy(tmp_path: Path, child_env: dict[str, str]) -> None:
+    arguments = ["--dir", "out", "--episodes", "8", "--steps", "120"]
+    out = run("own_dataset.py", arguments, tmp_path, child_env)
+    assert "8 episodes, 240 frames, tasks ['reach the target']" in out
+    found = re.search(r"mean distance from the target: ([\d.]+)", out)
+    assert found is not None
+    assert float(found.group(1)) < 0.7
+    again = run("own_dataset.py", arguments, tmp_path, child_env)  # everything is there: nothing is done twice
+    assert found.group(0) in again
+
+
+@needs_sim
+def test_a_policy_of_ones_own(tmp_path: Path, child_env: dict[str, str]) -> None:
+    sizes = ["--demos", "2", "--steps", "20", "--episodes", "1"]
+    out = run("own_policy.py", sizes, tmp_path, child_env)
+    assert re.search(r"^[01]/1 = ", out, re.MULTILINE)
+    assert (tmp_path / "runs/own-policy/policy/model.safetensors").is_file()
+
+
+@needs_sim
+def test_one_policy_for_several_tasks(tmp_path: Path, child_env: dict[str, str]) -> None:
+    sizes = ["--demos", "2", "--steps", "20", "--episodes", "1"]
+    out = run("multi_task.py", sizes, tmp_path, child_env)
+    assert "{0: 'Reach a goal position', 1: 'Press a button from the top'}" in out
+    assert re.search(r"^metaworld/button-press-topdown: [01]/1", out, re.MULTILINE)
+    assert len((tmp_path / "runs/multi-task/evaluation.csv").read_text().splitlines()) == 3
+
+
+@needs_sim
+@pytest.mark.parametrize("kind", ["mlp", "flow"])
+def test_a_failing_policy_is_looked_into(kind: str, tmp_path: Path, child_env: dict[str, str]) -> None:
+    from etude import Trainer, TrainingConfiguration
+    from etude.data import LeRobotDataModule
+    from etude.policies import MLP, FlowMatching
+    from etude.rollouts.record import record
+
+    policy = MLP(chunk_size=4) if kind == "mlp" else FlowMatching(down_dims=[8, 16], num_inference_steps=1)
+    data = record("metaworld/reach", tmp_path / "data", episodes=2).root
+    config = TrainingConfiguration(training_steps=2, batch_size=8)
+    Trainer(policy, LeRobotDataModule(root=data).train_data(), config=config, run=False, show_progress=False).fit()
+    policy.save_pretrained(tmp_path / "policy")
+    arguments = ["policy", "--env", "metaworld/reach", "--data", "data", "--episodes", "1", "--samples", "16"]
+    out = run("debug_policy.py", arguments, tmp_path, child_env)
+    assert "step   0 of the chunk" in out
+    assert "dimensions never varied" in out
+    assert "FAILURE" in out

@@ -1,0 +1,90 @@
+"""`etude evaluate`: the numbers that Python gives, printed and kept."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from etude.cli.main import app
+from etude.errors import ConfigError, EtudeError
+from etude.policies.mlp import MLP
+from etude.rollouts.evaluate import evaluate_policy
+from tests.unit.rollouts.conftest import OPTIONS, PENDULUM, build
+
+pytest.importorskip("gymnasium")
+SETTINGS = [text for key, value in OPTIONS.items() for text in ("--option", f"{key}={json.dumps(value)}")]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    build(MLP(hidden=[8], chunk_size=4)).save_pretrained(tmp_path / "saved")
+    return tmp_path
+
+
+def invoke(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, ["evaluate", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_the_command_finds_what_python_finds(folder: Path) -> None:
+    found = json.loads(invoke("saved", "--env", PENDULUM, "--episodes", "5", "--json", *SETTINGS).stdout)
+    from etude.policies.base import PolicyModule
+
+    alone = evaluate_policy(PolicyModule.from_pretrained(folder / "saved"), PENDULUM, episodes=5, options=OPTIONS)
+    assert found["rows"] == json.loads(alone.to_json())["rows"]
+
+
+def test_a_table_is_printed_and_files_are_left(folder: Path) -> None:
+    said = invoke("saved", "--env", PENDULUM, "--episodes", "3", "--slots", "2", "--workers", "2", *SETTINGS).stdout
+    assert said.splitlines()[0].split() == ["env", "succeeded", "rate", "95", "%", "interval", "steps", "reward"]
+    assert "0/3" in said
+    assert "policy " in said
+    kept = folder / "saved/evaluation"
+    assert [path.name for path in sorted(kept.iterdir())] == ["gym-Pendulum-v1-test.csv", "gym-Pendulum-v1-test.json"]
+    with (kept / "gym-Pendulum-v1-test.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 3
+
+
+def test_a_function_is_evaluated_over_several_environments(folder: Path) -> None:
+    (folder / "still.py").write_text("import numpy as np\ndef rest(observation):\n    return np.zeros(1)\n")
+    arguments = ["--env", PENDULUM, "--env", "gym:MountainCarContinuous-v0", "--episodes", "2", "--split", "validation"]
+    said = invoke("still.py:rest", *arguments, "-o", "out", *SETTINGS).stdout
+    assert [line.split()[0] for line in said.splitlines()[1:4]] == [PENDULUM, "gym:MountainCarContinuous-v0", "all"]
+    found = json.loads(Path("out/gym-Pendulum-v1+gym-MountainCarContinuous-v0-validation.json").read_text())
+    alone = evaluate_policy(
+        lambda _: np.zeros(1), [PENDULUM, "gym:MountainCarContinuous-v0"], episodes=2, split="validation",
+        options=OPTIONS,
+    )  # fmt: skip
+    assert found["rows"] == json.loads(alone.to_json())["rows"]
+
+
+@pytest.mark.slow
+def test_films_are_made(folder: Path) -> None:
+    arguments = ["--env", "gym:Pendulum-v1", "--episodes", "2", "--video", "1", "--option", "max_steps=5"]
+    said = invoke("saved", *arguments).stdout
+    (film,) = (folder / "saved/evaluation/videos").iterdir()
+    assert f"video: saved/evaluation/videos/{film.name}" in said
+
+
+@pytest.mark.parametrize(
+    "arguments, kind, message",
+    [
+        (["absent", "--env", PENDULUM], EtudeError, "no run 'absent'"),
+        (["saved", "--env", "gym:Nope-v0"], ConfigError, "Nope"),
+        (["saved", "--env", PENDULUM, "--split", "tset"], ConfigError, "train, validation, test"),
+        (["saved", "--env", "gym:CartPole-v1"], ConfigError, "trained with observation.state"),
+        (["saved", "--env", PENDULUM, "--option", "speed=3"], ConfigError, "no option 'speed'"),
+    ],
+)
+def test_mistakes_are_told_in_words(arguments: list[str], kind: Any, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        invoke(*arguments)

@@ -1,0 +1,121 @@
+"""`etude quickstart`: all stages, each done once, whatever interrupts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.cli.quickstart import StageLog, run_quickstart
+from etude.errors import ConfigError
+from etude.runs.directory import Run
+
+needs_sim = pytest.mark.skipif(find_spec("metaworld") is None, reason="needs etude[sim]")
+SMALL: dict[str, Any] = {"episodes": 3, "eval_episodes": 2, "steps": 20, "noise": 0.0, "seed": 0}
+ARGUMENTS = [
+    "--task",
+    "reach",
+    "--policy",
+    "mlp",
+    "--episodes",
+    "3",
+    "--eval-episodes",
+    "2",
+    "--steps",
+    "20",
+    "--dir",
+    "q",
+]
+
+
+def test_a_stage_is_done_once_and_its_time_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[int] = []
+
+    def work() -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return {"text": "well done"}
+
+    with pytest.raises(KeyboardInterrupt):
+        StageLog(tmp_path, {"x": 1}).run("record", work)
+    interrupted = json.loads((tmp_path / "quickstart.json").read_text())["stages"]["record"]
+    assert not interrupted["done"]
+    log = StageLog(tmp_path, {"x": 1})
+    assert log.run("record", work) == {"text": "well done"}
+    assert log.seconds >= interrupted["seconds"]
+    assert StageLog(tmp_path, {"x": 1}).run("record", work) == {"text": "well done"}
+    assert len(calls) == 2
+    assert "record: well done (done before" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="was begun with x=1, not 2"):
+        StageLog(tmp_path, {"x": 2})
+    (tmp_path / "quickstart.json").write_text("{")
+    with pytest.raises(ConfigError, match="delete"):
+        StageLog(tmp_path, {"x": 1})
+
+
+def test_unknown_tasks_and_policies_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'pick-place'"):
+        run_quickstart("pick-plac", "act", tmp_path, **SMALL)
+    with pytest.raises(ConfigError, match="act, mlp, diffusion, flow"):
+        run_quickstart("reach", "pixie", tmp_path, **SMALL)
+
+
+@needs_sim
+@pytest.mark.slow
+def test_everything_is_left_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_quickstart("reach", "mlp", Path("q"), **SMALL)
+    page = Path("q/report.html").read_text()
+    for text in ("Success in simulation", "metaworld/reach", "data:video/mp4;base64,"):
+        assert text in page
+    stages = json.loads(Path("q/quickstart.json").read_text())["stages"]
+    assert list(stages) == ["record", "train", "evaluate", "report"]
+    assert all(stage["done"] and stage["seconds"] > 0 for stage in stages.values())
+    assert stages["record"]["facts"]["episodes"] == 3
+    assert stages["train"]["facts"]["steps"] == 20
+    assert Run(Path("q")).state() == "finished"
+    assert Path("q/evaluation/metaworld-reach-test.csv").exists()
+    kept = {
+        name: Path("q", name).stat().st_mtime_ns for name in ("metrics.jsonl", "evaluation/metaworld-reach-test.csv")
+    }
+    run_quickstart("reach", "mlp", Path("q"), **SMALL)
+    assert kept == {name: Path("q", name).stat().st_mtime_ns for name in kept}
+
+
+@needs_sim
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_interrupted_anywhere_it_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "etude", "quickstart", *ARGUMENTS]
+    whole = subprocess.run([*command[:-1], "whole"], capture_output=True, text=True, check=False)
+    assert whole.returncode == 0, whole.stderr
+    for sign in ("[1/4] record ...", "[2/4] train ...", "[3/4] evaluate ..."):
+        _kill_after(sign, command)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("report: q/report.html")
+    for name in ("evaluation/metaworld-reach-test.csv", "demonstrations/etude_recording.json"):
+        assert Path("q", name).read_text() == Path("whole", name).read_text()
+
+
+def _kill_after(sign: str, command: list[str]) -> None:
+    """Start a command and kill it, with its children, a little after it has printed a line."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, start_new_session=True
+    ) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith(sign):
+                time.sleep(0.3)  # somewhere in the middle of it
+                os.killpg(child.pid, signal.SIGKILL)
