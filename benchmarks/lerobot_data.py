@@ -27,6 +27,25 @@ GOAL_COLD = 2.0
 BATCH_SIZE, CHUNK, FPS = 8, 100, 50
 EPISODES, LENGTH, PIXELS = 10, 200, 96
 SECONDS = 2.0
+BUDGETS_MB = (20, 100)
+"""Below and above what the decoded frames of all episodes take (55 MB)."""
+
+READ_ALL = """
+import sys
+import numpy as np
+from etude.data import LeRobotDataset
+
+def private_bytes():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+dataset = LeRobotDataset(sys.argv[1], cache_gb=float(sys.argv[2]), cache_dir=sys.argv[3], show_progress=False)
+keys, before = np.zeros(8, dtype=np.uint64), None
+for start in range(0, len(dataset) - 7, 8):
+    dataset.gather(np.arange(start, start + 8), keys)
+    before = private_bytes() if before is None else before
+print(private_bytes() - before)
+"""
 
 LEROBOT = """
 import sys, time, json, warnings, logging
@@ -107,6 +126,15 @@ def measure_ours(root: Path, cache: Path) -> tuple[float, float]:
     return cold, step * BATCH_SIZE / (time.perf_counter() - begin)
 
 
+def measure_memory(root: Path, cache: Path, budget_mb: int) -> tuple[float, float]:
+    """Return MB of decoded frames on disk, and by how many MB the memory of a process grows that reads all frames."""
+    shutil.rmtree(cache, ignore_errors=True)
+    command = [sys.executable, "-c", READ_ALL, str(root), str(budget_mb / 1000), str(cache)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    decoded = sum(path.stat().st_blocks * 512 for path in cache.rglob("frames.u8"))
+    return decoded / 1e6, float(done.stdout.splitlines()[-1]) / 1e6
+
+
 def measure_lerobot(root: Path) -> float | None:
     """Return lerobot's samples per second, if it is to be had."""
     python = os.environ.get("ETUDE_LEROBOT_PYTHON")
@@ -140,6 +168,10 @@ def main() -> None:
                 line += f"  lerobot {theirs:6.1f}  warm {warm / theirs:6.1f}x (goal {goal:.0f}x)"
                 line += f"  cold {cold / theirs:5.1f}x (goal {GOAL_COLD:.0f}x)"
             print(line)
+            if kind != "state" and Path("/proc/self/status").exists():
+                for budget_mb in BUDGETS_MB:
+                    disk, memory = measure_memory(root, Path(folder) / "cache", budget_mb)
+                    print(f"{'':6} budget {budget_mb:4d} MB: {disk:6.1f} MB decoded, memory grows by {memory:5.1f} MB")
 
 
 if __name__ == "__main__":

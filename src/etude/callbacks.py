@@ -197,8 +197,10 @@ class ShowProgress(Callback):
             return
         total = trainer.session.total_steps
         first, then = self._start
-        rate = (step - first) / max(1e-9, time.perf_counter() - then)
-        eta_s = (total - step) / rate if total is not None and rate else None
+        spent_s = max(1e-9, time.perf_counter() - then)
+        # The rate is that of training alone; the time left counts evaluations too.
+        rate = (step - first) / max(1e-9, spent_s - trainer.session.evaluated_s)
+        eta_s = (total - step) * spent_s / (step - first) if total is not None and step > first else None
         self.display.update(step, total, metrics, rate, eta_s)
 
     def on_fit_end(self, trainer: Trainer) -> None:

@@ -68,6 +68,10 @@ def convert(
     ] = None,
     task: Annotated[str | None, typer.Option("--task", metavar="TEXT", help="What the episodes are for.")] = None,
     images: Annotated[str, typer.Option("--images", metavar="video|image", help="How pictures are stored.")] = "video",
+    rename: Annotated[
+        list[str] | None,
+        typer.Option("--rename", metavar="OLD=NEW", help="Call a feature otherwise, as an environment does."),
+    ] = None,
 ) -> None:
     """Convert SRC to a LeRobot v3.0 dataset; an interrupted conversion goes on.
 
@@ -75,4 +79,4 @@ def convert(
     """
     from etude.cli.datasets import convert_recording
 
-    convert_recording(source, target, format_=format_, fps=fps, task=task, images=images)
+    convert_recording(source, target, format_=format_, fps=fps, task=task, images=images, renames=list(rename or []))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def inspect_dataset(root: str, *, as_json: bool) -> None:
     say(f"{facts['root']}: LeRobot {info.version}, robot {info.robot_type or 'unknown'}, {info.fps:g} frames a second")
     say(
         f"{len(episodes)} episodes of {facts['shortest']} to {facts['longest']} frames, {info.total_frames} frames, "
-        f"{facts['duration_s'] / 60:.1f} min, {size_bytes / 1e6:.1f} MB; every frame is in order"
+        f"{_duration(facts['duration_s'])}, {size_bytes / 1e6:.1f} MB; every frame is in order"
     )
     say()
     rows = [(f["name"], f["dtype"], " x ".join(map(str, f["shape"])), f["role"]) for f in features]
@@ -62,6 +63,10 @@ def inspect_dataset(root: str, *, as_json: bool) -> None:
     say()
     listed = [(str(task["index"]), str(task["task"]), str(task["episodes"])) for task in tasks]
     print_table(("task", "text", "episodes"), listed, right=(2,))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
 def print_stats(root: str, episodes: str | None, *, as_json: bool) -> None:
@@ -99,7 +104,14 @@ def view_episode(root: str, episode: int, output: Path | None, *, open_page: boo
 
 
 def convert_recording(
-    source: Path, target: Path, *, format_: str, fps: float | None, task: str | None, images: str
+    source: Path,
+    target: Path,
+    *,
+    format_: str,
+    fps: float | None,
+    task: str | None,
+    images: str,
+    renames: Sequence[str] = (),
 ) -> None:
     """Convert a recording, counting episodes in a terminal."""
     from etude.data.convert import convert
@@ -113,12 +125,23 @@ def convert_recording(
             sys.stdout.flush()
 
     made = convert(
-        source, target, format=format_, fps=fps, task=task, images=images, on_episode=count,  # type: ignore[arg-type]
+        source, target, format=format_, fps=fps, task=task, images=images,  # type: ignore[arg-type]
+        rename=_pairs(renames), on_episode=count,
     )  # fmt: skip
     say(
         f"{made.root}: {made.episodes} episodes, {made.frames} frames of {made.format} at {made.fps:g} a second, "
         f"task {made.task!r}"
     )
+
+
+def _pairs(renames: Sequence[str]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for text in renames:
+        old, mark, new = text.partition("=")
+        if not (old and mark and new) or old in pairs:
+            raise ConfigError(f"--rename {text!r}: write OLD=NEW, once for each feature")
+        pairs[old] = new
+    return pairs
 
 
 def parse_episodes(text: str | None) -> list[int] | None:

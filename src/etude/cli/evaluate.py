@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from etude.cli.acting import find_policy, read_options
 from etude.cli.counting import Counting
 from etude.cli.output import print_json, print_table, say
+from etude.registry import load_plugins
 
 if TYPE_CHECKING:
     from etude.rollouts.results import EpisodeRow, EvaluationResult
@@ -29,9 +30,11 @@ def evaluate_source(
     output: Path | None,
     settings: Sequence[str],
     as_json: bool,
+    plugins: Sequence[str] = (),
 ) -> None:
     """Evaluate a policy, keep the result, and print it."""
     gc.enable()  # switched off for the start by `main`
+    load_plugins(list(plugins))
     options = read_options(settings, None, None)
     policy = find_policy(source, which)
     output = output or default_output(source)

@@ -54,6 +54,11 @@ def as_data(source: Any, *, split: str = "train") -> Data:
     raise _refused(source)
 
 
+def held_out(source: Any) -> Any:
+    """Return a data module that holds samples out for validation, to evaluate on; None for anything else."""
+    return source if getattr(source, "has_validation", False) is True else None
+
+
 def _loader_of(module: Any, split: str) -> Any:
     for name, arguments in (("prepare_data", ()), ("setup", ("fit",))):
         hook = getattr(module, name, None)

@@ -44,10 +44,13 @@ class LeRobotDataModule:
         augment: Changes pictures in training: an `Augment`, or its parameters.
         mix: More datasets by directory or repo_id, with their weights: `{"runs/a": 1.0, "runs/b": 3.0}`.
         cameras: Which cameras to use; None means all.
+        features: Which features to use, by name or pattern such as `observation.*`; None means all.
+        exclude: Which of them to leave out, by name or pattern.
         delta_timestamps: Windows in seconds by feature name.
         cache_gb: How many decoded frames to keep on disk for each dataset, in 1e9 bytes.
         cache_dir: Where caches go.
         tolerance_s: How far a timestamp may be off.
+        cross_check: Compare the data with what was noted about each episode, and refuse what differs.
         seed: Decides which episodes are held out.
         num_workers: Processes of the torch loaders; a warm cache needs none.
     """
@@ -66,10 +69,13 @@ class LeRobotDataModule:
         augment: Augment | Mapping[str, Any] | None = None,
         mix: Mapping[str, float] | None = None,
         cameras: Sequence[str] | None = None,
+        features: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
         cache_gb: float = 4.0,
         cache_dir: str | Path | None = None,
         tolerance_s: float | None = None,
+        cross_check: bool = True,
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
@@ -84,8 +90,8 @@ class LeRobotDataModule:
         self._episodes = episodes
         self._augment = Augment.of(augment) if isinstance(augment, Mapping) else augment
         self._options: dict[str, Any] = {
-            "cameras": cameras, "delta_timestamps": delta_timestamps, "cache_gb": cache_gb, "cache_dir": cache_dir,
-            "tolerance_s": tolerance_s,
+            "cameras": cameras, "features": features, "exclude": exclude, "delta_timestamps": delta_timestamps,
+            "cache_gb": cache_gb, "cache_dir": cache_dir, "tolerance_s": tolerance_s, "cross_check": cross_check,
         }  # fmt: skip
 
     # -- datasets -----------------------------------------------------------------------------------------------
@@ -114,6 +120,12 @@ class LeRobotDataModule:
         if unknown := sorted(set(chosen) - set(dataset.episodes)):
             raise DataError(f"{dataset.root}: val_episodes names episode {unknown[0]}, which is not among those used")
         return sorted(chosen)
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether episodes are held out; the Trainer then evaluates on them by itself."""
+        fraction, chosen = self._val
+        return bool(chosen) if chosen is not None else fraction > 0
 
     @cached_property
     def train_dataset(self) -> LeRobotDataset | Mixture:
@@ -275,10 +287,13 @@ def lerobot_data(
     episodes: list[int] | None = None,
     mix: dict[str, float] | None = None,
     cameras: list[str] | None = None,
+    features: list[str] | None = None,
+    exclude: list[str] | None = None,
     augment: dict[str, Any] | None = None,
     cache_gb: float = 4.0,
     cache_dir: str | None = None,
     tolerance_s: float | None = None,
+    cross_check: bool = True,
     split_seed: int = 0,
 ) -> Any:
     """Serve a LeRobot dataset, or the training or validation episodes of one.
@@ -292,10 +307,13 @@ def lerobot_data(
         episodes: Episodes to use at all.
         mix: Several datasets by directory or repo_id with their weights, instead of one.
         cameras: Which cameras to use; none if empty.
+        features: Which features to use, by name or pattern such as observation.*; all unless given.
+        exclude: Which of them to leave out, by name or pattern.
         augment: Parameters of `Augment`: crop, brightness, contrast, saturation, hue, degrees, translate, scale.
         cache_gb: How many decoded frames to keep on disk, in 1e9 bytes.
         cache_dir: Where caches go.
         tolerance_s: How far a timestamp may be off.
+        cross_check: Compare the data with what was noted about each episode, and refuse what differs.
         split_seed: Decides which episodes are held out.
     """
     if split not in ("all", "train", "validation"):
@@ -303,6 +321,7 @@ def lerobot_data(
     module = LeRobotDataModule(
         repo_id, root, val_fraction=0.0 if split == "all" else val_fraction,
         val_episodes=None if split == "all" else val_episodes, episodes=episodes, augment=augment, mix=mix,
-        cameras=cameras, cache_gb=cache_gb, cache_dir=cache_dir, tolerance_s=tolerance_s, seed=split_seed,
+        cameras=cameras, features=features, exclude=exclude, cache_gb=cache_gb, cache_dir=cache_dir,
+        tolerance_s=tolerance_s, cross_check=cross_check, seed=split_seed,
     )  # fmt: skip
     return module.eval_data() if split == "validation" else module.train_data()

@@ -57,7 +57,9 @@ def build_optimizer(config: OptimizerConfiguration, params: list[nn.Parameter]) 
         if "fused" in inspect.signature(kinds[config.type]).parameters and _can_fuse(params):
             # One kernel instead of a loop over parameters: a 13 ms step of a 1.8 M-parameter MLP took 12 % less.
             options.setdefault("fused", not options.get("foreach"))
-        return TorchOptimizer(config.type, **options).build(params)
+        optimizer = TorchOptimizer(config.type, **options).build(params)
+        optimizer.register_load_state_dict_post_hook(lay_out_state)
+        return optimizer
     from etude.registry import OPTIMIZER_BUILDER_REGISTRY
 
     factory: Any = OPTIMIZER_BUILDER_REGISTRY.get(config.type)
@@ -88,6 +90,7 @@ class Optimization:
     base_lrs: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.optimizer.register_load_state_dict_post_hook(lay_out_state)
         self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._built = [_hyperparameters(group) for group in self.optimizer.param_groups]
@@ -163,6 +166,18 @@ class Optimization:
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         if isinstance(self.schedule, LRScheduler):
             self.schedule.load_state_dict(dict(saved["schedule"]))
+
+
+def lay_out_state(optimizer: Optimizer) -> None:
+    """Give loaded state the memory layout of its parameters, as it was made: fused CPU kernels look at nothing else.
+
+    Files hold rows first. With the channels of a parameter last, a moment would meet the wrong weights.
+    """
+    for param, values in optimizer.state.items():
+        for name, value in values.items():
+            plain = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape
+            if plain and value.stride() != param.stride():
+                values[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

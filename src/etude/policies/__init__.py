@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from etude.policies.act import ACT, ACTPolicy
-    from etude.policies.base import PolicyModule
+    from etude.policies.base import PolicyModule, masked_loss
     from etude.policies.diffusion import Diffusion
     from etude.policies.executor import ActionExecutor
     from etude.policies.flow import FlowMatching
     from etude.policies.mlp import MLP
+    from etude.policies.observation import ObservationEncoder
 
-__all__ = ["ACT", "MLP", "ACTPolicy", "ActionExecutor", "Diffusion", "FlowMatching", "PolicyModule"]
+__all__ = ["ACT", "MLP", "ACTPolicy", "ActionExecutor", "Diffusion", "FlowMatching", "ObservationEncoder"]
+__all__ += ["PolicyModule", "masked_loss"]
 
 _HOMES = {
     "ACT": "act",
@@ -21,7 +23,9 @@ _HOMES = {
     "Diffusion": "diffusion",
     "FlowMatching": "flow",
     "MLP": "mlp",
+    "ObservationEncoder": "observation",
     "PolicyModule": "base",
+    "masked_loss": "base",
 }
 
 

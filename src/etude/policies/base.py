@@ -151,6 +151,10 @@ class PolicyModule(nn.Module):
         """Say whether there are layers yet."""
         return "" if self.is_built else "not built: takes its shapes from the data"
 
+    def __call__(self, batch: Any = None, **parts: Any) -> Any:
+        """Call `forward` with a batch, given whole or in parts: `policy(batch)` or `policy(**batch)`."""
+        return super().__call__(parts if batch is None else batch)
+
     # ---- losses ------------------------------------------------------------------------------------------------------
 
     def targets(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ ROLE_MODES: Mapping[str, Mode] = {
 """What holds for a role where nothing else is said."""
 
 WIDTH_FLOOR = 1e-6
-"""A dimension narrower than this, relative to its size, is constant: it is centred and left at its scale."""
+"""A dimension narrower than this, relative to its size, is constant: its width is 0, and it becomes 0 always."""
 OBSERVATION_LIMIT = 10.0
 """Normalised states are clamped here: a dimension that hardly moved in the data must not blow up on the robot."""
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -43,7 +43,8 @@ _NEEDED: Mapping[Mode, tuple[str, ...]] = {
 class Normalizer(nn.Module):
     """Map every feature of a spec to the scale layers like, and actions back to the data's units.
 
-    Each mode is affine: `(value - center) / width`. The numbers are buffers, so they travel with the state dict.
+    Each mode is affine: `(value - center) / width`. The numbers are buffers, so they travel with the state dict. A
+    constant dimension has width 0: it is normalised to 0, and comes back as the constant.
 
     Args:
         spec: The features, with statistics.
@@ -78,7 +79,8 @@ class Normalizer(nn.Module):
                 value = value.to(center.dtype) / 255.0
             value = value.to(center.dtype)
             if is_affine:
-                value = (value - center) / width
+                # What never changed in the data carries no news: divided by infinity it is 0, on the robot too.
+                value = (value - center) / torch.where(width > 0, width, torch.inf)
             if role in ("state", "environment"):
                 value = value.clamp(-OBSERVATION_LIMIT, OBSERVATION_LIMIT) if is_affine else value
             out[name] = value
@@ -138,5 +140,16 @@ def _affine(name: str, feature: Feature, mode: Mode) -> tuple[Tensor, Tensor]:
     center, width = (first, second) if mode == "mean_std" else ((first + second) / 2, (second - first) / 2)
     if (width < 0).any():
         raise DataError(f"the statistics of {name} contradict themselves: {' and '.join(_NEEDED[mode])} do not fit")
-    floor = WIDTH_FLOOR * center.abs().clamp(min=1.0)
-    return center.float(), torch.where(width > floor, width, 1.0).float()
+    center, width = _settle_narrow(center, width, stats)
+    return center.float(), width.float()
+
+
+def _settle_narrow(center: Tensor, width: Tensor, stats: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Give constant dimensions the width 0, and those that move only now and then (a gripper) their whole range."""
+    narrow = width <= WIDTH_FLOOR * center.abs().clamp(min=1.0)
+    if "min" not in stats or "max" not in stats:
+        return center, torch.where(narrow, 0.0, width)
+    low, high = (torch.as_tensor(stats[key], dtype=torch.float64).reshape(center.shape) for key in ("min", "max"))
+    moves = (high - low) / 2 > WIDTH_FLOOR * center.abs().clamp(min=1.0)
+    center = torch.where(narrow, (low + high) / 2, center)
+    return center, torch.where(narrow, torch.where(moves, (high - low) / 2, 0.0), width)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from etude.errors import ConfigError, NonFiniteError
 from etude.rng import generators_kept, seed_everything
 from etude.rollouts.environments.base import Array, Environment, HasExpert, Observation
-from etude.types import DataSpec
+from etude.types import DataSpec, Feature
 
 EXPERT = "expert"
 
@@ -66,7 +66,7 @@ class ExpertActor:
             raise ConfigError(f"{type(env).__name__} comes without an expert; give file.py:function or a run")
 
     def reset(self, slot: int) -> None:
-        """Forget nothing: the experts are functions of what is seen now."""
+        """Forget nothing: an environment that is reset resets its expert."""
 
     def act(self, seats: Sequence[Seat]) -> list[Array]:
         """Ask each environment what its expert does."""
@@ -140,16 +140,22 @@ class PolicyActor:
         if self.spec is None:
             return
         shown = env.spec.features
-        for name, feature in self.spec.features.items():
-            if feature.role in ("task", "text"):
-                continue
+        wanted = {name: one for name, one in self.spec.features.items() if one.role not in ("task", "text", "other")}
+        for name, feature in wanted.items():
             if name not in shown:
-                raise ConfigError(f"the environment does not show {name}; it shows {', '.join(shown)}")
-            given = shown[name].shape
-            if feature.role != "image" and tuple(feature.shape) != tuple(given):
-                raise ConfigError(
-                    f"the policy was trained with {name} as {list(feature.shape)}, but {env.task!r} shows {list(given)}"
-                )
+                fault = f"it has no {name}"
+            elif feature.role != "image" and tuple(feature.shape) != tuple(shown[name].shape):
+                fault = f"{name} differs"
+            else:
+                continue
+            raise ConfigError(
+                f"the policy was trained with {_listed(wanted)}, but the environment {env.task!r} has "
+                f"{_listed(shown)}: {fault}; train without it (exclude:), rename it (etude data convert --rename), "
+                "or choose other options of the environment"
+            )
+        for feature in self.spec.with_role("task").values():
+            if (feature.classes or 0) > 1:
+                self._task_index(env.task, feature.names)
 
     def reset(self, slot: int) -> None:
         """Forget plans and history of a slot."""
@@ -220,6 +226,10 @@ class _Acting(AbstractContextManager[None]):
 def _set_modes(modes: Mapping[nn.Module, bool]) -> None:
     for module, is_training in modes.items():
         module.training = is_training
+
+
+def _listed(features: Mapping[str, Feature]) -> str:
+    return ", ".join(f"{name} {list(feature.shape)}" for name, feature in features.items())
 
 
 def make_actor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.callbacks import Callback
@@ -25,6 +26,9 @@ class EvaluateInSimulation(Callback):
         seed: The root of the episodes' seeds.
         workers: Processes that share the episodes; 0 runs them in the training process.
         options: Parameters of the environments; cameras and sizes follow from the policy unless given.
+        tasks: Index of each task by its text, for policies trained on several; the dataset's unless given.
+        video_dir: Where films go, in a folder for each step; a relative one is within the run. None makes none.
+        videos: At most this many films each time, failures first.
     """
 
     def __init__(
@@ -36,16 +40,23 @@ class EvaluateInSimulation(Callback):
         seed: int = 0,
         workers: int = 0,
         options: dict[str, Any] | None = None,
+        tasks: dict[str, int] | None = None,
+        video_dir: str | None = None,
+        videos: int = 2,
     ) -> None:
         self.env, self.episodes, self.split, self.seed = env, episodes, split, seed
         self.every = Duration.parse(every)
-        self.workers, self.options = workers, options
+        self.workers, self.options, self.tasks = workers, options, tasks
+        self.video_dir, self.videos = None if video_dir is None else Path(video_dir), videos
         self.measures = ("eval/success", "eval/steps", "eval/reward")
         self._before = Progress()
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Remember where training goes on from."""
+        """Remember where training goes on from; refuse an environment that the policy cannot act in."""
         self._before = trainer.progress
+        from etude.rollouts.evaluate import check_environments
+
+        check_environments(trainer.policy, self.env, options=self.options, tasks=self.tasks)
 
     def on_step_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Simulate when it is due, and after the last step."""
@@ -61,8 +72,15 @@ class EvaluateInSimulation(Callback):
         session = trainer.session
         result = evaluate_policy(
             trainer.policy, self.env, episodes=self.episodes, split=self.split, seed=self.seed, workers=self.workers,
-            options=self.options, heartbeat=lambda: session.pulse.enter("evaluate"),
+            video_dir=self._films(trainer), videos=self.videos, options=self.options, tasks=self.tasks,
+            heartbeat=lambda: session.pulse.enter("evaluate"),
         )  # fmt: skip
         if trainer.run is not None:
             result.to_json(trainer.run.dir / "evaluation" / f"step-{trainer.progress.step:08d}.json")
         return result.metrics()
+
+    def _films(self, trainer: Trainer) -> Path | None:
+        if self.video_dir is None:
+            return None
+        run = trainer.run.dir if trainer.run is not None else Path()
+        return run / self.video_dir / f"step-{trainer.progress.step:08d}"

@@ -14,7 +14,7 @@ from torch import nn
 
 from etude.errors import ConfigError
 from etude.rollouts.actors import Actor, PolicyActor, make_actor
-from etude.rollouts.environments import options_for
+from etude.rollouts.environments import make_environment, options_for
 from etude.rollouts.environments.base import Observation
 from etude.rollouts.environments.rendering import has_rendered
 from etude.rollouts.episodes import EnvironmentPool, EpisodeRunner, Job
@@ -83,6 +83,24 @@ def evaluate_policy(
     if video_dir is not None and videos > 0:
         films = _film(stage, rows, Path(video_dir), videos, workers)
     return EvaluationResult(rows, split, seed, stage.timing(seconds), films)
+
+
+def check_environments(
+    policy: AnyPolicy,
+    env_name: str | Sequence[str],
+    *,
+    options: Mapping[str, Any] | None = None,
+    tasks: Mapping[str, int] | None = None,
+) -> None:
+    """Raise if a policy cannot act in an environment: other features, other shapes, or a task it does not know."""
+    names = [env_name] if isinstance(env_name, str) else list(env_name)
+    actor = make_actor(policy, tasks=tasks)
+    for name, given in _all_options(actor, names, options).items():
+        env = make_environment(name, **given)
+        try:
+            actor.check(env)
+        finally:
+            env.close()
 
 
 class _Stage:

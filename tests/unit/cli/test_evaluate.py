@@ -75,13 +75,31 @@ def test_films_are_made(folder: Path) -> None:
     assert f"video: saved/evaluation/videos/{film.name}" in said
 
 
+def test_an_environment_of_a_plugin_is_found(folder: Path) -> None:
+    (folder / "slow_pendulum.py").write_text(
+        "from etude.registry import ENVIRONMENT_REGISTRY\n"
+        "from etude.rollouts.environments.gym import GymEnvironment\n"
+        "@ENVIRONMENT_REGISTRY.register('evaluate_test_pendulum')\n"
+        "class Mine(GymEnvironment):\n"
+        "    def __init__(self, max_steps: int = 5) -> None:\n"
+        "        super().__init__('Pendulum-v1', max_steps=max_steps, render=False)\n"
+    )
+    arguments = ["saved", "--env", "evaluate_test_pendulum", "--episodes", "2", "--json"]
+    found = json.loads(invoke(*arguments, "--plugin", "slow_pendulum.py").stdout)
+    assert [row["steps"] for row in found["rows"]] == [5, 5]
+
+
 @pytest.mark.parametrize(
     "arguments, kind, message",
     [
         (["absent", "--env", PENDULUM], EtudeError, "no run 'absent'"),
         (["saved", "--env", "gym:Nope-v0"], ConfigError, "Nope"),
         (["saved", "--env", PENDULUM, "--split", "tset"], ConfigError, "train, validation, test"),
-        (["saved", "--env", "gym:CartPole-v1"], ConfigError, "trained with observation.state"),
+        (
+            ["saved", "--env", "gym:CartPole-v1"],
+            ConfigError,
+            r"with observation.state \[3\].* has observation.state \[4\]",
+        ),
         (["saved", "--env", PENDULUM, "--option", "speed=3"], ConfigError, "no option 'speed'"),
     ],
 )

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from etude.cli.quickstart import StageLog, run_quickstart
+from etude.config.restore import load_policy
 from etude.errors import ConfigError
 from etude.runs.directory import Run
 
@@ -106,6 +108,11 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_end(tmp_path: Path, monkeyp
     assert done.stdout.rstrip().endswith("report: q/report.html")
     for name in ("evaluation/metaworld-reach-test.csv", "demonstrations/etude_recording.json"):
         assert Path("q", name).read_text() == Path("whole", name).read_text()
+    facts = [json.loads(Path(name, "quickstart.json").read_text())["stages"] for name in ("q", "whole")]
+    for stage in ("record", "train", "evaluate"):
+        assert facts[0][stage]["facts"] == facts[1][stage]["facts"]
+    weights = [load_policy(Path(name)).state_dict() for name in ("q", "whole")]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def _kill_after(sign: str, command: list[str]) -> None:

@@ -122,6 +122,18 @@ def test_robomimic_demonstrations_are_converted(tmp_path: Path) -> None:
     assert_pictures(batch, "observation.images.agentview")
 
 
+def test_features_can_be_renamed_as_an_environment_calls_them(tmp_path: Path) -> None:
+    source = write_zarr(tmp_path / "pusht.zarr")
+    convert(source, tmp_path / "d", rename={"observation.images.image": "observation.images.pixels"})
+    dataset = LeRobotDataset(tmp_path / "d", exclude=["observation.state", "observation.environment_state"])
+    assert set(dataset.spec.features) == {"observation.images.pixels", "action", "task_index"}
+    assert_pictures(everything(dataset), "observation.images.pixels")
+    with pytest.raises(DataError, match=r"no feature 'observation.stat' to rename; did you mean 'observation.state'"):
+        convert(source, tmp_path / "e", rename={"observation.stat": "x"})
+    with pytest.raises(DataError, match="two features would be called 'action'"):
+        convert(source, tmp_path / "e", rename={"observation.state": "action"})
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_zarr_of_diffusion_policy_is_converted(tmp_path: Path, version: int) -> None:
     made = convert(write_zarr(tmp_path / "pusht_replay.zarr", version), tmp_path / "d", fps=12)

@@ -15,6 +15,7 @@ pytest.importorskip("pyarrow")
 import etude
 from etude.config.training import TrainingConfiguration
 from etude.data import Augment, LeRobotDataModule, LeRobotDataset, Mixture, as_data, evaluation_batches
+from etude.data.lerobot.layout import BOOKKEEPING
 from etude.data.module import find_dataset, lerobot_data, split_episodes
 from etude.errors import DataError
 from etude.protocols import Place
@@ -55,6 +56,52 @@ def test_statistics_are_those_of_training_alone(root: Path) -> None:
     assert same(stats, module.spec["action"].stats)
 
 
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ({"features": ["action", "observation.state"]}, {"action", "observation.state"}),
+        ({"features": ["observation.*"], "exclude": ["*wrist"]}, {"observation.state", "observation.images.top"}),
+        ({"exclude": ["observation.images.*"]}, {"action", "observation.state"}),
+        ({"exclude": ["action"], "cameras": ["wrist"]}, {"observation.state", "observation.images.wrist"}),
+    ],
+)
+def test_features_can_be_chosen_and_left_out(tmp_path: Path, options: dict[str, Any], kept: set[str]) -> None:
+    root = record(tmp_path / "c", (6, 5), cameras=True)
+    module = LeRobotDataModule(root=root, val_fraction=0.4, **options)
+    assert set(module.spec.features) == {*kept, "task_index"}
+    for data in (module.train_data(), module.eval_data(), lerobot_data(str(root), **options)):
+        ((batch,),) = taken(data, [0], Place(batch_size=4))
+        assert set(batch) == {*kept, *BOOKKEEPING}
+    everything_there = LeRobotDataset(root)
+    assert {"action", "observation.images.top"} <= set(everything_there.source.columns)
+
+
+def test_a_feature_left_out_may_be_broken(tmp_path: Path) -> None:
+    root = record(tmp_path / "c", (6, 5), cameras=True)
+    next(root.rglob("*.mp4")).unlink()
+    with pytest.raises(DataError, match="no such file"):
+        LeRobotDataModule(root=root).train_data()
+    assert len(LeRobotDataModule(root=root, exclude=["observation.images.top"]).train_dataset) == 11
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"features": ["observation.stat"]}, r"features names 'observation.stat'.*did you mean 'observation.state'"),
+        (
+            {"exclude": ["actions"]},
+            r"names 'actions'.*none of observation.state, action; did you mean 'action'",
+        ),
+        ({"exclude": ["*"]}, "leave no feature of observation.state, action"),
+        ({"exclude": ["index"]}, "which every batch has and cannot do without"),
+        ({"features": "action"}, "must be a list of names or patterns, got the text 'action'"),
+    ],
+)
+def test_a_choice_that_matches_nothing_is_refused(root: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        LeRobotDataModule(root=root, **options).train_data()
+
+
 def test_etude_takes_its_data_from_the_module(root: Path) -> None:
     module = LeRobotDataModule(root=root, val_fraction=0.4)
     module.use_windows(observation=None, action=[0, 1])
@@ -89,6 +136,21 @@ def test_a_policy_trains_and_evaluates_on_it(root: Path, tmp_path: Path) -> None
     )
     result = trainer.fit()
     assert result.steps == 3 and {"train/loss", "eval/loss"} <= set(result.metrics)
+
+
+def test_the_trainer_evaluates_on_what_is_held_out_by_itself(root: Path) -> None:
+    def trainer(module: LeRobotDataModule, **options: Any) -> etude.Trainer:
+        torch.manual_seed(0)
+        return etude.Trainer(Linear(), module, run=False, loggers=[], show_progress=False, **options)
+
+    config = TrainingConfiguration(training_steps=2, batch_size=4)
+    module = LeRobotDataModule(root=root, val_episodes=[1, 3])
+    found = trainer(module, config=config).fit().metrics["eval/loss"]
+    assert found == trainer(module, config=config, eval_data=module).fit().metrics["eval/loss"]
+    assert "eval/loss" not in trainer(module, config=config, eval_data=False).fit().metrics
+    assert "eval/loss" not in trainer(LeRobotDataModule(root=root), config=config).fit().metrics
+    mixed = LeRobotDataModule(mix={str(root): 1.0, str(record(root.parent / "e")): 2.0}, val_fraction=0.4)
+    assert "eval/loss" in trainer(mixed, config=config).fit().metrics
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])

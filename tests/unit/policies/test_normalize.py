@@ -49,15 +49,35 @@ def test_mean_and_std_become_zero_and_one() -> None:
     torch.testing.assert_close(normalized, torch.tensor([[0.0] * 5, [1.0] * 5]))
 
 
-@given(center=st.floats(-1e6, 1e6, width=32), width=st.sampled_from([0.0, 1e-12, 1e-9]))
-def test_constant_dimensions_are_centred_and_never_blown_up(center: float, width: float) -> None:
-    spec = one("action", (1,), mean=[center], std=[width], min=[center], max=[center + width])
-    for mode in ("mean_std", "min_max"):
+MODES_WITH_STATS = ("mean_std", "min_max", "quantiles")
+
+
+@given(center=st.floats(-1e6, 1e6, width=32), output=st.floats(-1e6, 1e6, width=32))
+def test_a_constant_dimension_is_zero_and_comes_back_as_the_constant(center: float, output: float) -> None:
+    same = {key: [center, 0.0] for key in ("mean", "min", "max", "q01", "q99")}
+    spec = one("action", (2,), **same, std=[0.0, 0.0])
+    for mode in MODES_WITH_STATS:
         normalizer = Normalizer(spec, {"action": mode})
-        value = torch.tensor([[center], [center + 0.5]])
-        normalized = normalizer.normalize({"action": value})["action"]
-        assert normalized.abs().max() <= 1.0
-        torch.testing.assert_close(normalizer.unnormalize_action(normalized), value)
+        value = torch.tensor([[center, 0.0], [center + 0.5, 3.0]])
+        assert normalizer.normalize({"action": value})["action"].abs().max() == 0.0
+        acted = normalizer.unnormalize_action(torch.tensor([[output, output]]))
+        assert torch.equal(acted, torch.tensor([[center, 0.0]]))
+
+
+def test_a_constant_observation_is_zero_on_the_robot_too() -> None:
+    spec = one("state", (2,), mean=[7.0, 0.0], std=[1e-12, 2.0], min=[7.0, -4.0], max=[7.0, 4.0])
+    normalized = Normalizer(spec).normalize({STATE: torch.tensor([[7.5, 1.0]])})[STATE]
+    assert normalized.tolist() == [[0.0, 0.5]]
+
+
+@pytest.mark.parametrize("mode", ["quantiles", "mean_std"])
+def test_a_dimension_that_moves_now_and_then_keeps_its_range(mode: str) -> None:
+    spec = one("action", (1,), mean=[0.0], std=[1e-9], q01=[0.0], q99=[0.0], min=[-1.0], max=[3.0])
+    normalizer = Normalizer(spec, {"action": mode})
+    value = torch.tensor([[-1.0], [0.0], [3.0]])
+    normalized = normalizer.normalize({"action": value})["action"]
+    assert normalized.flatten().tolist() == [-1.0, -0.5, 1.0]
+    torch.testing.assert_close(normalizer.unnormalize_action(normalized), value)
 
 
 def test_a_state_far_outside_of_the_data_is_clamped_and_an_action_is_not() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from etude import Trainer, TrainingConfiguration
+from etude.data.stream import StreamData
 from etude.errors import ConfigError, DataError
 from etude.policies import ACT
 from etude.policies.observation import ImageOptions, Inputs, ObservationEncoder, make_image_encoder
@@ -16,6 +18,7 @@ from etude.policies.vision import (
     FrozenBatchNorm,
     ImageEncoder,
     KeypointHead,
+    MapConv,
     SpatialSoftmax,
     crop_images,
     map_size,
@@ -181,3 +184,53 @@ def test_features_are_laid_out_by_step() -> None:
 def test_a_head_may_have_a_layer_over_its_keypoints() -> None:
     assert parameters(KeypointHead(512, 32, 64)) == 512 * 32 + 32 + 64 * 64 + 64
     assert KeypointHead(512, 32).out_dim == 64
+
+
+@pytest.mark.parametrize("kernel, stride", [(3, 1), (3, 2), (1, 2)])
+@pytest.mark.parametrize("height, width", [(3, 2), (4, 3), (40, 40)])
+def test_a_convolution_of_maps_is_a_convolution_with_and_without_gradient(
+    kernel: int, stride: int, height: int, width: int
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(8, 128, kernel, stride, kernel // 2, bias=False).double()
+    layer = layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    ours = MapConv(layer)
+    maps = torch.randn(2, 8, height, width, dtype=torch.float64).requires_grad_()
+    out = ours(maps)
+    asked = torch.randn_like(out)
+    found = torch.autograd.grad(out, [maps, ours.weight], asked)
+    expected = torch.autograd.grad(layer(maps), [maps, layer.weight], asked)
+    torch.testing.assert_close(out, layer(maps))
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(maps), out)
+
+
+def test_small_maps_are_trained_by_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    multiply = MapConv._multiply
+    monkeypatch.setattr(MapConv, "_multiply", lambda layer, maps: seen.append(maps.shape) or multiply(layer, maps))
+    encoder, images = ImageEncoder(backbone="resnet10"), torch.rand(2, 3, 96, 96)
+    encoder(images)
+    assert seen == [(2, 256, 6, 6), (2, 512, 3, 3), (2, 256, 6, 6)]
+    with torch.no_grad():
+        encoder(images)
+    assert len(seen) == 3
+
+
+def test_training_with_a_camera_resumes_bit_for_bit(tmp_path: Path) -> None:
+    spec = make_spec(cameras=("wrist",))
+    batches = [make_batch(spec, 4, 6, seed=number) for number in range(3)]
+
+    def train(run: Path, steps: int) -> ACT:
+        sizes = {"dim_model": 32, "n_heads": 4, "dim_feedforward": 64, "n_encoder_layers": 1, "n_vae_encoder_layers": 1}
+        policy = ACT(chunk_size=6, image_backbone="resnet10_small", **sizes)
+        config = TrainingConfiguration(training_steps=steps, batch_size=4, lr=1e-3, save_every=2, num_threads=1)
+        data = StreamData(batches, batched=True, spec=spec)
+        Trainer(policy, data, config=config, run=run, loggers=[], show_progress=False).fit()
+        return policy
+
+    whole = train(tmp_path / "whole", 4).state_dict()
+    train(tmp_path / "parts", 2)
+    resumed = train(tmp_path / "parts", 4).state_dict()
+    assert [name for name, value in whole.items() if not torch.equal(value, resumed[name])] == []

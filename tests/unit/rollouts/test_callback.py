@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from etude import Trainer, TrainingConfiguration
+from etude import Callback, Trainer, TrainingConfiguration
 from etude.data.windows import Windows
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError
 from etude.policies.mlp import MLP
 from etude.rollouts.callback import EvaluateInSimulation
 from etude.rollouts.evaluate import evaluate_policy
@@ -91,6 +93,61 @@ def test_a_resumed_run_simulates_as_if_it_had_not_stopped(tmp_path: Path) -> Non
     make_trainer(tmp_path / "parts", callback(), training_steps=20).fit()
     make_trainer(tmp_path / "parts", callback()).fit()
     assert steps_of("parts") == steps_of("whole") == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize(
+    "env, message",
+    [
+        (
+            "gym:Pendulum-v1",
+            r"observation.state \[4\].*, but .* has observation.state \[3\].*: observation.state differs",
+        ),
+        ("gym:FrozenLake-v1", r"FrozenLake"),
+        ("gym:Nope-v0", r"Nope"),
+    ],
+)
+def test_an_environment_that_does_not_fit_is_refused_before_the_first_step(
+    tmp_path: Path, env: str, message: str
+) -> None:
+    steps: list[int] = []
+
+    class Count(Callback):
+        def on_step_end(self, trainer: Any, metrics: Any) -> None:
+            steps.append(trainer.progress.step)
+
+    trainer = make_trainer(tmp_path, EvaluateInSimulation(env, options={"render": False}), Count())
+    with pytest.raises(EtudeError, match=message) as caught:
+        trainer.fit()
+    assert not steps and "\n" not in str(caught.value)
+
+
+def test_simulating_counts_for_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Slow(EvaluateInSimulation):
+        def _simulate(self, trainer: Any) -> Any:
+            time.sleep(0.6)
+            return {"success": 1.0}
+
+    trainer = make_trainer(tmp_path, Slow("gym:CartPole-v1", every=10, options=OPTIONS), log_every=10)
+    trainer.show_progress = True
+    trainer.fit()
+    rows = list(read_metrics(tmp_path / "run/metrics.jsonl"))
+    laps = [row["time/step_ms"] for row in rows if "time/step_ms" in row]
+    assert len(laps) == 4 and max(laps[1:]) < 60.0  # 60 ms would be the pause, spread over ten steps
+    assert all(row["time/evaluate_s"] >= 0.6 for row in rows if "eval/success" in row)
+    rates = [float(rate) for rate in re.findall(r"([\d.e+]+) steps/s", capsys.readouterr().err)]
+    assert rates[-1] > 40 / 2.4  # four pauses alone would take 2.4 s
+
+
+@pytest.mark.slow
+def test_films_are_made_while_training(tmp_path: Path) -> None:
+    pytest.importorskip("pygame")
+    simulation = EvaluateInSimulation(
+        "gym:CartPole-v1", every=20, episodes=2, options={"max_steps": 5}, video_dir="films", videos=1
+    )
+    make_trainer(tmp_path, simulation).fit()
+    folders = sorted((tmp_path / "run/films").iterdir())
+    assert [folder.name for folder in folders] == ["step-00000020", "step-00000040"]
+    assert all(len(list(folder.glob("*.mp4"))) == 1 for folder in folders)
 
 
 def test_a_metric_that_nobody_measures_is_refused(tmp_path: Path) -> None:

@@ -139,13 +139,15 @@ def test_an_action_that_is_not_finite_stops_the_evaluation(mlp: PolicyModule) ->
 
 
 def test_a_policy_that_wants_to_see_more_is_told_what_there_is(mlp: PolicyModule) -> None:
-    with pytest.raises(ConfigError, match=r"observation.state as \[3\], but .* shows \[4\]"):
+    with pytest.raises(ConfigError, match=r"with observation.state \[3\].*, but .* has observation.state \[4\]"):
         evaluate_policy(mlp, "gym:CartPole-v1", episodes=1)
 
 
 def test_a_policy_that_wants_to_see_what_is_not_shown_is_refused(mlp: PolicyModule) -> None:
     mlp.spec = DataSpec({**mlp.spec.features, "observation.images.top": Feature((3, 8, 8), "uint8", "image")})
-    with pytest.raises(ConfigError, match=r"does not show observation.images.top; it shows observation.state"):
+    with pytest.raises(
+        ConfigError, match=r"but the environment .* has observation.state .*: it has no observation.images.top"
+    ):
         evaluate_policy(mlp, PENDULUM, episodes=1, options=OPTIONS)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from etude.data.convert import hdf5, zarrs
 from etude.data.convert.recording import Recording
 from etude.data.lerobot.writer import LeRobotWriter
 from etude.errors import DataError
+from etude.registry import did_you_mean
 
 Format = Literal["auto", "aloha", "robomimic", "zarr"]
 _OPENERS: dict[str, Callable[[Path], Recording]] = {
@@ -44,6 +45,7 @@ def convert(
     images: Literal["video", "image"] = "video",
     codec: Literal["h264", "av1"] = "h264",
     robot_type: str | None = None,
+    rename: Mapping[str, str] | None = None,
     on_episode: Callable[[int, int], None] | None = None,
 ) -> Converted:
     """Convert episodic HDF5 (ALOHA, robomimic) or Zarr (diffusion policy) to a LeRobot v3.0 dataset.
@@ -57,6 +59,7 @@ def convert(
         images: How pictures are stored; those with an odd height or width always become images.
         codec: How videos are encoded.
         robot_type: What recorded them.
+        rename: New names of features by the ones they would have, such as those that an environment shows.
         on_episode: Called with the number of episodes done and in all.
     """
     path = Path(source)
@@ -65,6 +68,7 @@ def convert(
         raise DataError(f"format {kind!r} is unknown; there are auto, {', '.join(_OPENERS)}")
     recording = _OPENERS[kind](path)
     try:
+        recording = _renamed(recording, rename or {}, path)
         features = {name: dict(feature) for name, feature in recording.features.items()}
         for feature in features.values():
             if feature["dtype"] == "video" and (images == "image" or any(size % 2 for size in feature["shape"][:2])):
@@ -81,6 +85,23 @@ def convert(
     finally:
         recording.close()
     return made
+
+
+def _renamed(recording: Recording, names: Mapping[str, str], path: Path) -> Recording:
+    known = recording.features
+    for old in names:
+        if old not in known:
+            near = did_you_mean(old, known)
+            raise DataError(f"{path}: there is no feature {old!r} to rename{near or ''} (there are {', '.join(known)})")
+    after = [names.get(name, name) for name in known]
+    if twice := sorted({name for name in after if after.count(name) > 1}):
+        raise DataError(f"{path}: two features would be called {twice[0]!r}; choose other names")
+    features = {names.get(name, name): feature for name, feature in known.items()}
+
+    def read(number: int) -> Mapping[str, Any]:
+        return {names.get(name, name): array for name, array in recording.read(number).items()}
+
+    return replace(recording, features=features, read=read)
 
 
 def detect(path: Path) -> str:

@@ -91,7 +91,7 @@ def read_task_texts(info: Info) -> list[str]:
         tasks = read_tasks(info.root / TASKS_PATH)
     else:
         path = info.root / "meta/tasks.jsonl"
-        tasks = checked_tasks(((line.get("task_index"), line.get("task")) for line in _lines(path)), path)
+        tasks = checked_tasks(((line.get("task_index"), line.get("task")) for line in read_lines(path)), path)
     if tasks and (min(tasks) < 0 or max(tasks) > 1_000_000):
         raise DataError(f"{info.root}: tasks have indices from {min(tasks)} to {max(tasks)}, which cannot be")
     return [tasks.get(index, "") for index in range(max(tasks) + 1)] if tasks else []
@@ -167,7 +167,7 @@ def _clips(info: Info, key: str, table: dict[str, Any]) -> Clips:
 def _read_v2(info: Info) -> Episodes:
     path = info.root / "meta/episodes.jsonl"
     lengths, tasks = [], []
-    for number, line in enumerate(_lines(path)):
+    for number, line in enumerate(read_lines(path)):
         if line.get("episode_index") != number:
             raise DataError(f"{path}: line {number + 1} describes episode {line.get('episode_index')!r}, not {number}")
         length = line.get("length")
@@ -184,7 +184,8 @@ def _read_v2(info: Info) -> Episodes:
     return Episodes(np.array(lengths, dtype=np.int64), tasks, data_files, clips, [path])
 
 
-def _lines(path: Path) -> Iterable[dict[str, Any]]:
+def read_lines(path: Path) -> Iterable[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -34,6 +34,7 @@ def find_stamps(info: Info, episodes: Episodes, feature: FeatureInfo, timestamps
         unique = list(dict.fromkeys(clips.files))
         indices = dict(zip(unique, threads.map(lambda path: VideoIndex(path, feature.shape), unique), strict=True))
     stamps = np.empty(len(timestamps), dtype=np.int64)
+    taken = dict.fromkeys(unique, -1)
     for number, file in enumerate(clips.files):
         begin, end = int(episodes.starts[number]), int(episodes.ends[number])
         index = indices[file]
@@ -41,6 +42,8 @@ def find_stamps(info: Info, episodes: Episodes, feature: FeatureInfo, timestamps
         found = index.find(clips.from_s[number] + timestamps[begin:end].astype(np.float64), 0.45 / info.fps)
         missing = found < 0
         missing[1:] |= found[1:] <= found[:-1]
+        missing[0] |= found[0] <= taken[file]  # a picture of the episode before
+        taken[file] = int(found[-1])
         if missing.any():
             place = f"{info.root}: episode {number}, frame {missing.argmax()}"
             raise DataError(
@@ -54,13 +57,15 @@ def find_stamps(info: Info, episodes: Episodes, feature: FeatureInfo, timestamps
 class VideoSource:
     """Pictures of a camera stored as video; `stamps` are what `find_stamps` found."""
 
-    def __init__(self, info: Info, episodes: Episodes, feature: FeatureInfo, stamps: Array) -> None:
+    def __init__(
+        self, info: Info, episodes: Episodes, feature: FeatureInfo, stamps: Array, *, strict: bool = True
+    ) -> None:
         self.feature = feature
         self._episodes = episodes
         self._root = info.root
         self._files = episodes.clips[feature.name].files
         self._stamps = stamps
-        self._pool = DecoderPool()
+        self._pool = DecoderPool(strict)
 
     def read(self, rows: Array, take: Take) -> None:
         """Decode the pictures of rows of one episode (rising), calling `take(number, picture)` with (H, W, C)."""
@@ -108,8 +113,11 @@ def copy_pictures(files: Sequence[Path], order: Array, name: str, target: Path) 
 Source = VideoSource | ImageSource
 
 
-def decode_all(source: Source, episodes: Episodes, count: int, target: Path, progress: Callable[[int], None]) -> None:
-    """Decode the first `count` episodes into a file of (frames, C, H, W), episodes side by side."""
+def decode_all(source: Source, episodes: Episodes, count: int, target: Path, progress: Callable[[int], None]) -> Array:
+    """Decode the first `count` episodes into a file of (frames, C, H, W), episodes side by side.
+
+    Return the mean colour of each episode, in 0..1.
+    """
     height, width, channels = source.feature.shape
     rows = int(episodes.ends[count - 1])
     size = rows * height * width * channels
@@ -123,12 +131,15 @@ def decode_all(source: Source, episodes: Episodes, count: int, target: Path, pro
                 "or set cache_dir"
             ) from error
     out = np.memmap(target, dtype=np.uint8, mode="r+", shape=(rows, channels, height, width))
+    means = np.zeros((count, channels))
+    stride = max(1, min(height, width) // _PIXELS_ACROSS)
 
     def decode(number: int) -> None:
         begin, end = int(episodes.starts[number]), int(episodes.ends[number])
 
         def take(frame: int, picture: Array) -> None:
             out[begin + frame] = picture.transpose(2, 0, 1)
+            means[number] += picture[::stride, ::stride].mean((0, 1)) / (255 * (end - begin))
 
         source.read(np.arange(begin, end), take)
         progress(end - begin)
@@ -137,6 +148,7 @@ def decode_all(source: Source, episodes: Episodes, count: int, target: Path, pro
         for _ in threads.map(decode, range(count)):
             pass
     out.flush()
+    return means
 
 
 class Frames:
@@ -205,3 +217,4 @@ class Frames:
 
 
 _FAR_APART = 8
+_PIXELS_ACROSS = 150

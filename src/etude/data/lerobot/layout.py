@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from etude.errors import DataError
+from etude.registry import did_you_mean
 
 VERSION: Final = "v3.0"
 VERSIONS_READ: Final = ("v3.0", "v2.1", "v2.0")
@@ -203,6 +205,37 @@ def read_info(root: Path) -> Info:
         robot_type=robot_type if isinstance(robot_type, str) else None,
         raw=raw,
     )
+
+
+def choose_features(info: Info, features: Sequence[str] | None, exclude: Sequence[str] | None) -> Info:
+    """Return the description with only the features that are wanted: names or patterns such as `observation.*`."""
+    kept = set(info.features) - set(BOOKKEEPING)
+    if features is not None:
+        kept = _matching(info, features, "features")
+    kept -= _matching(info, exclude or (), "exclude")
+    if not kept:
+        raise DataError(f"{info.root}: features and exclude leave no feature of {_choices(info)}")
+    chosen = {name: feature for name, feature in info.features.items() if name in kept or name in BOOKKEEPING}
+    return replace(info, features=chosen)
+
+
+def _matching(info: Info, patterns: Sequence[str], option: str) -> set[str]:
+    if isinstance(patterns, str):
+        raise DataError(f"{option} must be a list of names or patterns, got the text {patterns!r}")
+    found: set[str] = set()
+    for pattern in patterns:
+        if pattern in BOOKKEEPING and option == "exclude":
+            raise DataError(f"{info.root}: exclude names {pattern!r}, which every batch has and cannot do without")
+        matched = {name for name in info.features if name == pattern or fnmatchcase(name, pattern)}
+        if not matched:
+            near = did_you_mean(pattern, info.features)
+            raise DataError(f"{info.root}: {option} names {pattern!r}, which matches none of {_choices(info)}{near}")
+        found |= matched
+    return found - set(BOOKKEEPING)
+
+
+def _choices(info: Info) -> str:
+    return ", ".join(name for name in info.features if name not in BOOKKEEPING)
 
 
 def _count(raw: Mapping[str, Any], name: str, path: Path, default: int = 0) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import sys
@@ -17,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.data.lerobot.cache import Cache
+from etude.data.lerobot.crosscheck import check_numbers, check_pictures, check_tasks
 from etude.data.lerobot.episodes import Episodes, read_episodes, read_task_texts
 from etude.data.lerobot.frames import Frames, ImageSource, Source, VideoSource, copy_pictures, decode_all, find_stamps
-from etude.data.lerobot.layout import BOOKKEEPING, FeatureInfo, Info, read_info
+from etude.data.lerobot.layout import BOOKKEEPING, FeatureInfo, Info, choose_features, read_info
 from etude.data.lerobot.tables import arrow, numbers, read_table
 from etude.data.lerobot.validate import check_columns, check_manifest, default_tolerance_s, put_in_order
 from etude.errors import DataError
@@ -27,7 +29,7 @@ from etude.errors import DataError
 log = logging.getLogger("etude.data")
 Array = NDArray[Any]
 
-_CACHE_FORMAT = 2
+_CACHE_FORMAT = 3
 """Part of every key: raised when what is cached changes its form."""
 
 
@@ -37,9 +39,12 @@ class LeRobotSource:
     Args:
         root: Directory that has `meta/info.json`.
         cameras: Which cameras to open; None means all.
+        features: Which features to open, by name or pattern such as `observation.*`; None means all.
+        exclude: Which of them to leave out, by name or pattern.
         cache_gb: How much decoded video and how many decoded images to keep on disk, in 1e9 bytes.
         cache_dir: Where caches go.
         tolerance_s: How far a timestamp may be off; a tenth of a frame if None.
+        cross_check: Compare the data with what was noted about each episode, and refuse what differs.
         show_progress: Show in a terminal how decoding gets on.
         warn: Say when the budget does not hold all frames.
     """
@@ -49,19 +54,22 @@ class LeRobotSource:
         root: str | Path,
         *,
         cameras: Sequence[str] | None = None,
+        features: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
         cache_gb: float = 4.0,
         cache_dir: str | Path | None = None,
         tolerance_s: float | None = None,
+        cross_check: bool = True,
         show_progress: bool = True,
         warn: bool = True,
     ) -> None:
         arrow()
         self.root = Path(root)
-        self.info: Info = read_info(self.root)
+        self.info: Info = choose_features(read_info(self.root), features, exclude)
         self.episodes: Episodes = read_episodes(self.info)
         self.tasks: list[str] = read_task_texts(self.info)
         self._budget_bytes = int(_checked_budget(cache_gb) * 1e9)
-        self._show_progress, self._warn = show_progress, warn
+        self._show_progress, self._warn, self._cross_check = show_progress, warn, cross_check
         chosen = _chosen(self.info, cameras)
         self._cache = Cache(self.root, cache_dir)
         self._data_files = sorted(set(self.episodes.data_files))
@@ -71,6 +79,8 @@ class LeRobotSource:
         arrays, self._order = self._open_columns()
         tolerance = default_tolerance_s(self.info.fps) if tolerance_s is None else tolerance_s
         check_columns(arrays, self.info, self.episodes, self.tasks, tolerance)
+        if cross_check:
+            self._compare_with_notes(arrays, with_time=tolerance_s is None)
         self.columns: dict[str, Any] = {name: _for_training(name, values) for name, values in arrays.items()}
         self._open_cameras(chosen, arrays["timestamp"])
 
@@ -84,8 +94,10 @@ class LeRobotSource:
         described = {name: [feature.dtype, list(feature.shape)] for name, feature in features.items()}
         meta = [self._hashes[path] for path in self.episodes.meta_files]
         key = [_CACHE_FORMAT, described, meta, [self._hashes[path] for path in self._data_files]]
+        kind = f"columns_{hashlib.sha256(json.dumps(sorted(features)).encode()).hexdigest()[:8]}"
+        self._columns_key = (kind, key)
         for attempt in (1, 2):
-            entry = self._cache.get("columns", key, self._build_columns)
+            entry = self._cache.get(kind, key, self._build_columns)
             try:
                 return _map_columns(entry)
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -93,6 +105,19 @@ class LeRobotSource:
                 if attempt == 2:
                     raise DataError(f"{entry}: the cache cannot be read back ({error}); set cache_dir") from error
         raise AssertionError
+
+    def _compare_with_notes(self, arrays: dict[str, Array], *, with_time: bool) -> None:
+        check_tasks(arrays["task_index"], self.tasks, self.info, self.episodes)
+        # Order, tasks and, to a tenth of a frame, time are checked without statistics.
+        judged = {name: values for name, values in arrays.items() if name not in BOOKKEEPING}
+        if with_time:
+            judged["timestamp"] = arrays["timestamp"]
+        kind, key = self._columns_key
+        # An empty entry says that these very files were compared before.
+        self._cache.get(
+            kind.replace("columns", "compared"), [*key, with_time],
+            lambda target: check_numbers(judged, self.info, self.episodes),
+        )  # fmt: skip
 
     def _build_columns(self, target: Path) -> None:
         features = self.info.columns
@@ -131,7 +156,14 @@ class LeRobotSource:
             self.columns[name] = torch.from_numpy(cached) if whole else Frames(source, self.episodes, cached)
 
     def _source(self, feature: FeatureInfo, timestamps: Array) -> Source:
-        key = [_CACHE_FORMAT, feature.name, list(feature.shape), self.info.fps, self._file_keys(feature)]
+        key = [
+            _CACHE_FORMAT,
+            self._cross_check,
+            feature.name,
+            list(feature.shape),
+            self.info.fps,
+            self._file_keys(feature),
+        ]
         if feature.dtype == "video":
             key.append([self._hashes[path] for path in self._data_files])  # the timestamps are there
 
@@ -139,7 +171,8 @@ class LeRobotSource:
                 np.save(target / "stamps.npy", find_stamps(self.info, self.episodes, feature, timestamps))
 
             entry = self._cache.get(f"stamps_{_slug(feature.name)}", key, find)
-            return VideoSource(self.info, self.episodes, feature, np.load(entry / "stamps.npy", mmap_mode="r"))
+            stamps = np.load(entry / "stamps.npy", mmap_mode="r")
+            return VideoSource(self.info, self.episodes, feature, stamps, strict=self._cross_check)
         blobs = self._cache.get(
             f"pictures_{_slug(feature.name)}", key,
             lambda target: copy_pictures(self._data_files, self._order, feature.name, target),
@@ -155,11 +188,21 @@ class LeRobotSource:
         feature = source.feature
         height, width, channels = feature.shape
         rows = int(self.episodes.ends[count - 1])
-        key = [_CACHE_FORMAT, feature.name, list(feature.shape), self.info.fps, count, self._file_keys(feature)]
+        key = [
+            _CACHE_FORMAT,
+            self._cross_check,
+            feature.name,
+            list(feature.shape),
+            self.info.fps,
+            count,
+            self._file_keys(feature),
+        ]
 
         def build(target: Path) -> None:
             with _progress(f"decoding {feature.name}", rows, self._show_progress) as advance:
-                decode_all(source, self.episodes, count, target / "frames.u8", advance)
+                means = decode_all(source, self.episodes, count, target / "frames.u8", advance)
+            if self._cross_check:
+                check_pictures(feature.name, means, self.info, self.episodes)
 
         entry = self._cache.get(f"frames_{_slug(feature.name)}", key, build) / "frames.u8"
         # Copy on write: torch wants memory that it may write to, and nothing ever reaches the file.

@@ -161,7 +161,12 @@ def test_the_cache_is_built_once_and_anew_when_the_data_changes(
     root = record(tmp_path / "d", cameras=True)
     built = []
     decode_all = source_module.decode_all
-    monkeypatch.setattr(source_module, "decode_all", lambda source, *rest: (built.append(1), decode_all(source, *rest)))
+
+    def counted(*arguments: Any) -> Any:
+        built.append(1)
+        return decode_all(*arguments)
+
+    monkeypatch.setattr(source_module, "decode_all", counted)
     LeRobotDataset(root)
     entries = sorted(path.name for path in cache_dir.glob("lerobot/*/*-*"))
     LeRobotDataset(root)
