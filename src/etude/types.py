@@ -1,7 +1,4 @@
-"""The values that pass between the nouns: Loss, Feature, DataSpec, Batch, Trajectory, Duration, Result.
-
-Shape letters: B batch, T time or tokens.
-"""
+"""The values that pass between the nouns: Loss, Feature, DataSpec, Batch, Trajectory, Updates, Duration, Result."""
 
 from __future__ import annotations
 
@@ -10,12 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
+from etude.batches import Batch, create_dummy_batch
 from etude.duration import Duration, Progress
+from etude.trajectories import Trajectory
 
-__all__ = ["Batch", "DataSpec", "Duration", "Feature", "Loss", "Progress", "Result", "Trajectory", "batch_length"]
+__all__ = ["Batch", "DataSpec", "Duration", "Feature", "Loss", "Progress", "Result", "Trajectory", "Updates"]
+__all__ += ["batch_length", "create_dummy_batch"]
 
 Number = float | int | Tensor
 
@@ -45,6 +44,22 @@ class Loss:
         root, factor, weight, metrics = split_loss(value, batch)
         return cls(root if factor == 1 else root * factor, weight, metrics)
 
+    def __getitem__(self, name: str) -> Number:
+        """Read it as a dictionary: `loss["loss"]` is the mean, anything else a metric.
+
+        The mean remembers what it is a mean over for as long as nothing is done to it, so that a `compute_loss` which
+        returns it is weighed rightly.
+        """
+        if name != "loss":
+            return self.metrics[name]
+        mean = self.total / self.weight
+        mean.mean_of = self  # type: ignore[attr-defined]
+        return mean
+
+    def keys(self) -> list[str]:
+        """Return what it can be read by; `dict(loss)` needs this."""
+        return ["loss", *self.metrics]
+
 
 def split_loss(value: Any, batch: Any) -> tuple[Tensor, int, Number, Mapping[str, Number]]:
     """Return (root, factor, weight, metrics) with total = root * factor, without adding to the graph.
@@ -67,6 +82,9 @@ def split_loss(value: Any, batch: Any) -> tuple[Tensor, int, Number, Mapping[str
     if not isinstance(value, Tensor) or value.numel() != 1:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"compute_loss must return a Loss, a dictionary with 'loss', or a scalar; got {found}")
+    whole = getattr(value, "mean_of", None)
+    if isinstance(whole, Loss):
+        return whole.total, 1, whole.weight, {**whole.metrics, **metrics}
     weight = batch_length(batch)
     return value if value.dim() == 0 else value.reshape(()), weight, weight, metrics
 
@@ -126,62 +144,21 @@ class DataSpec:
         return iter(self.features)
 
 
-@dataclass
-class Trajectory:
-    """One rollout: what was seen, done and earned, with free room for more."""
+@dataclass(frozen=True)
+class Updates:
+    """One experience as several optimizer updates: each group of micro-batches makes one."""
 
-    tokens: Any = None
-    """Sampled token ids or actions, in order."""
-    observations: Any = None
-    loss_mask: Any = None
-    reward: float = 0.0
-    advantage: float | None = None
-    logprobs: Any = None
-    extra_fields: dict[str, Any] = field(default_factory=dict)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a field or an extra field, like a dictionary."""
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
-    def __getitem__(self, name: str) -> Any:
-        if name in _TRAJECTORY_FIELDS:
-            return getattr(self, name)
-        return self.extra_fields[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in _TRAJECTORY_FIELDS:
-            setattr(self, name, value)
-        else:
-            self.extra_fields[name] = value
-
-
-_TRAJECTORY_FIELDS = frozenset(Trajectory.__dataclass_fields__)
-
-
-@dataclass
-class Batch:
-    """Stacked trajectories: `values` hold tensors of shape (B, ...), `metadata` everything else."""
-
-    values: dict[str, Tensor] = field(default_factory=dict)
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        lengths = {name: value.shape[0] for name, value in self.values.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"the tensors of a batch must have one length, got {lengths}")
+    groups: Sequence[Sequence[Any]]
+    """Micro-batches by update, in order."""
 
     def __len__(self) -> int:
-        return next((value.shape[0] for value in self.values.values()), 0)
+        return len(self.groups)
 
-    def __getitem__(self, name: str) -> Any:
-        return self.values[name] if name in self.values else self.metadata[name]
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        return iter(self.groups)
 
-    def to(self, device: torch.device | str) -> Batch:
-        """Return the batch with its tensors on another device."""
-        return Batch({name: value.to(device) for name, value in self.values.items()}, dict(self.metadata))
+    def __getitem__(self, index: int) -> Sequence[Any]:
+        return self.groups[index]
 
 
 @dataclass(frozen=True)

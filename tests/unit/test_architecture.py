@@ -21,7 +21,18 @@ MAX_FILE_LINES, MAX_TRAINER_LINES, MAX_INIT_LINES, MAX_FUNCTION_LINES = 600, 400
 
 # A module may import its own layer and lower ones. `config.training` is plain data that everyone may read.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "duration", "rng", "protocols", "secrets", "types", "config.training", "config.yaml12"),
+    (
+        "errors",
+        "duration",
+        "rng",
+        "protocols",
+        "secrets",
+        "batches",
+        "trajectories",
+        "types",
+        "config.training",
+        "config.yaml12",
+    ),
     ("signatures",),
     ("registry",),
     ("runs",),

@@ -51,7 +51,7 @@ def test_features_are_found_by_role() -> None:
 def test_the_tensors_of_a_batch_have_one_length() -> None:
     batch = Batch({"x": torch.zeros(2, 3)}, {"rewards": [1, 2]})
     assert len(batch) == 2
-    assert batch["rewards"] == [1, 2]
+    assert batch["rewards"].tolist() == [1, 2]
     assert batch.to("cpu")["x"].shape == (2, 3)
     with pytest.raises(ValueError, match="one length"):
         Batch({"x": torch.zeros(2), "y": torch.zeros(3)})
@@ -64,4 +64,4 @@ def test_a_trajectory_has_fields_and_room_for_more() -> None:
     assert trajectory.advantage == 0.5
     assert trajectory.get("run_id") == "a"
     assert trajectory.get("missing", "default") == "default"
-    assert trajectory.extra_fields == {"run_id": "a"}
+    assert trajectory.extra_fields == {"run_id": "a", "advantage": 0.5}

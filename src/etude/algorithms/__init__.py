@@ -1,1 +1,39 @@
-"""How a batch becomes a loss."""
+"""How a batch becomes a loss: pure functions (advantages, losses, kl, aggregate), and small classes on top."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude.algorithms.bc import BehaviorCloning
+    from etude.algorithms.distillation import Distillation
+    from etude.algorithms.grpo import CISPO, DRO, GRPO, GSPO, DrGRPO
+    from etude.algorithms.policy_gradient import PolicyGradient
+    from etude.algorithms.ppo import PPO
+    from etude.algorithms.preference import DPO, IPO
+    from etude.algorithms.reinforce import OPO, RLOO, ReinforcePlusPlus, ReMax
+    from etude.algorithms.sft import SFT
+
+__all__ = [
+    "CISPO", "DPO", "DRO", "GRPO", "GSPO", "IPO", "OPO", "PPO", "RLOO", "SFT",
+    "BehaviorCloning", "Distillation", "DrGRPO", "PolicyGradient", "ReMax", "ReinforcePlusPlus",
+]  # fmt: skip
+
+_HOMES = {
+    "bc": ("BehaviorCloning",),
+    "distillation": ("Distillation",),
+    "grpo": ("CISPO", "DRO", "GRPO", "GSPO", "DrGRPO"),
+    "policy_gradient": ("PolicyGradient",),
+    "ppo": ("PPO",),
+    "preference": ("DPO", "IPO"),
+    "reinforce": ("OPO", "RLOO", "ReMax", "ReinforcePlusPlus"),
+    "sft": ("SFT",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"etude.algorithms.{home}"), name)
+    raise AttributeError(f"module 'etude.algorithms' has no attribute {name!r}")

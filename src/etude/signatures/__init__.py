@@ -180,6 +180,10 @@ def read_runtime(target: Callable[..., Any]) -> Signature:
     doc = inspect.getdoc(target) or ""
     if not inspect.isclass(target):
         return _from_callable(target, doc)
+    if "__dataclass_fields__" in vars(target):  # what its fields mean is written below them, in the source alone
+        written = read_static(f"{target.__module__}:{target.__qualname__}")
+        if written is not None:
+            return written
     inits = [c for c in target.__mro__ if "__init__" in vars(c) and not is_foreign(c.__module__)]
     if not inits:
         return Signature(summary=_first_line(doc))

@@ -1,0 +1,93 @@
+"""On-policy distillation: the student writes, the teacher grades every token.
+
+Shape letters: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from etude.algorithms import losses
+from etude.algorithms.advantages import discounted_returns
+from etude.algorithms.aggregate import aggregate
+from etude.algorithms.policy_gradient import PolicyGradient
+from etude.batches import Batch
+from etude.errors import ConfigError
+from etude.types import Loss
+
+
+@dataclass(kw_only=True)
+class Distillation(PolicyGradient):
+    """Minimise KL(student, teacher) on the student's own text: A = coef (log p_teacher - log p_student) by token."""
+
+    teacher: Any = None
+    """A policy, or the path of a language model; None expects `teacher_log_probs` in the batch."""
+    coef: float = 1.0
+    """Weight of the teacher's grade."""
+    discount: float = 0.0
+    """How far a token is credited with the grades of those after it: 0 is itself alone."""
+    kind: Literal["sampled", "full"] = "sampled"
+    """Grade the sampled tokens, or compare whole distributions (needs `logits(batch)` of student and teacher)."""
+    direction: Literal["reverse", "forward"] = "reverse"
+    """With kind: full, KL(student, teacher) or KL(teacher, student)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind == "full" and self.teacher is None:
+            raise ConfigError("distillation of whole distributions needs a teacher")
+
+    def estimate(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the teacher's grade of each token as its advantage."""
+        batch.require("old_log_probs", "teacher_log_probs")
+        mask_BT = batch["loss_mask"]
+        grades_BT = losses.distillation_advantages(batch["old_log_probs"], batch["teacher_log_probs"], mask_BT)
+        return {"advantages": self.coef * discounted_returns(grades_BT, mask_BT, gamma=self.discount)}
+
+    def loss(self, policy: Any, batch: Any) -> Loss:
+        """Return the loss of some rows."""
+        if self.kind == "sampled":
+            return super().loss(policy, batch)
+        text = Batch.of(batch).require("input_ids", "loss_mask")
+        for each, name in ((policy, "student"), (self._teacher(text), "teacher")):
+            if not callable(getattr(each, "logits", None)):
+                raise ConfigError(f"distillation of whole distributions needs a {name} with logits(batch)")
+        with torch.no_grad():
+            teacher_BTV = self._teacher(text).logits(text)
+        divergence_BT = losses.full_kl(policy.logits(text), teacher_BTV, text["loss_mask"], direction=self.direction)
+        metrics = {"teacher_kl": divergence_BT.detach()}
+        return aggregate(
+            self.coef * divergence_BT, text["loss_mask"], self.aggregation, length=self.length, metrics=metrics
+        )
+
+    def prepare(self, policy: Any, batch: Any) -> Batch:
+        """Return a batch with the teacher's grades."""
+        return Batch.of(batch) if self.kind == "full" else super().prepare(policy, batch)
+
+    def token_metrics(self, log_probs_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return what is worth watching, the divergence from the teacher first."""
+        metrics = super().token_metrics(log_probs_BT, batch)
+        if "teacher_log_probs" in batch.values:
+            metrics["teacher_kl"] = losses.log_ratio(log_probs_BT, batch["teacher_log_probs"], batch["loss_mask"])
+        return metrics
+
+    def _ask_policy(self, policy: Any, batch: Batch, rows: int) -> None:
+        super()._ask_policy(policy, batch, rows)
+        if "teacher_log_probs" not in batch.values and "advantages" not in batch.values:
+            teacher = self._teacher(batch)
+            batch.values["teacher_log_probs"] = self._in_parts(batch, rows, lambda part: self._log_probs(teacher, part))
+
+    def _teacher(self, batch: Batch) -> Any:
+        if isinstance(self.teacher, str):
+            from etude.registry import POLICY_REGISTRY
+
+            teacher: Any = POLICY_REGISTRY.get("language")(path=self.teacher)
+            self.teacher = teacher.requires_grad_(False).eval()
+        if self.teacher is None:
+            raise ConfigError("distillation needs a teacher, or teacher_log_probs in the batch")
+        move = getattr(self.teacher, "to", None)
+        return move(batch["input_ids"].device) if callable(move) else self.teacher

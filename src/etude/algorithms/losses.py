@@ -1,0 +1,201 @@
+"""Losses by token, row or pair. Pure functions; `aggregate` makes one Loss of them.
+
+Shape letters: B rows, T tokens, P pairs, V vocabulary. With r = exp(log p - log p_old) and A the advantage. What the
+mask leaves out is replaced before it enters a formula, so that it can be anything and has no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def log_ratio(log_probs_BT: Tensor, old_log_probs_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Return log p - log p_old; 0 where the mask is 0."""
+    counts_BT = mask_BT != 0
+    old_BT = torch.where(counts_BT, old_log_probs_BT.detach(), 0.0)
+    return torch.where(counts_BT, log_probs_BT, 0.0) - old_BT
+
+
+# ---- policy gradients ------------------------------------------------------------------------------------------------
+
+
+def ppo_clip(
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) by token.
+
+    With `dual_clip` = c > 1, where A < 0 the objective is at least c A: a ratio that has exploded moves nothing.
+    """
+    return _clipped(
+        log_ratio(log_probs_BT, old_log_probs_BT, mask_BT),
+        _masked(advantages_BT, mask_BT),
+        clip_low,
+        clip_high,
+        dual_clip,
+    )
+
+
+def _clipped(log_ratio_BT: Tensor, advantages_BT: Tensor, low: float, high: float, dual: float | None) -> Tensor:
+    ratio_BT = log_ratio_BT.exp()
+    objective_BT = torch.minimum(ratio_BT * advantages_BT, ratio_BT.clamp(1.0 - low, 1.0 + high) * advantages_BT)
+    if dual is not None:
+        floor_BT = torch.maximum(objective_BT, dual * advantages_BT)
+        objective_BT = torch.where(advantages_BT < 0, floor_BT, objective_BT)
+    return -objective_BT
+
+
+def clipped_fraction(
+    log_ratio_BT: Tensor, advantages_BT: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2
+) -> Tensor:
+    """Return 1 by token where the clip of PPO cuts the gradient, else 0."""
+    ratio_BT = log_ratio_BT.detach().exp()
+    above_BT = (ratio_BT > 1.0 + clip_high) & (advantages_BT > 0)
+    below_BT = (ratio_BT < 1.0 - clip_low) & (advantages_BT < 0)
+    return (above_BT | below_BT).to(log_ratio_BT.dtype)
+
+
+def gspo(
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    """Return -min(s A, clip(s) A) of each row on its tokens, with s the ratio of whole sequences per token.
+
+    s_i = exp(mean over the tokens of log p - log p_old). Advantages may differ by token: the gradient of a token then
+    takes its own. Aggregate with sequence_mean: the mean over a row's tokens is the row's loss.
+    """
+    log_ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
+    length_B1 = (mask_BT != 0).sum(1, keepdim=True).clamp(min=1)
+    sequence_B1 = log_ratio_BT.sum(1, keepdim=True) / length_B1
+    # Each token carries the sequence's ratio and its own gradient; their mean over a row is the sequence's gradient.
+    ratio_BT = sequence_B1.detach() + log_ratio_BT - log_ratio_BT.detach()
+    return _clipped(ratio_BT, _masked(advantages_BT, mask_BT), clip_low, clip_high, None)
+
+
+def cispo(
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    ratio_low: float = 0.0,
+    ratio_high: float = 4.0,
+) -> Tensor:
+    """Return -stop(clip(r, ratio_low, ratio_high)) A log p by token: no token loses its gradient."""
+    log_probs_BT = _masked(log_probs_BT, mask_BT)
+    ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT).detach().exp()
+    return -ratio_BT.clamp(ratio_low, ratio_high) * _masked(advantages_BT, mask_BT) * log_probs_BT
+
+
+def importance_sampling(
+    log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
+) -> Tensor:
+    """Return -r A by token; its gradient at r = 1 is that of REINFORCE."""
+    ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT).exp()
+    return _masked(-ratio_BT * _masked(advantages_BT, mask_BT), mask_BT)
+
+
+def dro(
+    log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, beta: float = 0.05
+) -> Tensor:
+    """Return -(log p A - beta / 2 (log p - log p_old)^2) by token: a square holds the policy near the old one."""
+    log_probs_BT = _masked(log_probs_BT, mask_BT)
+    delta_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
+    return -(log_probs_BT * _masked(advantages_BT, mask_BT) - 0.5 * beta * delta_BT**2)
+
+
+# ---- from given text -------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(log_probs_BT: Tensor, weights_BT: Tensor) -> Tensor:
+    """Return -w log p by token; weights may have any sign, and tokens of weight 0 have no part."""
+    return -weights_BT * _masked(log_probs_BT, weights_BT)
+
+
+def preference_logits(chosen_P: Tensor, rejected_P: Tensor, ref_chosen_P: Tensor, ref_rejected_P: Tensor) -> Tensor:
+    """Return h = (log p - log p_ref of the chosen) - (the same of the rejected), by pair."""
+    return (chosen_P - rejected_P) - (ref_chosen_P - ref_rejected_P)
+
+
+def dpo(logits_P: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
+    """Return -log sigmoid(beta h) by pair; with smoothing e, (1 - e) of it and e of the same for -h."""
+    kept = -functional.logsigmoid(beta * logits_P)
+    return (
+        kept
+        if not label_smoothing
+        else (1 - label_smoothing) * kept - label_smoothing * functional.logsigmoid(-beta * logits_P)
+    )
+
+
+def ipo(logits_P: Tensor, *, beta: float = 0.1) -> Tensor:
+    """Return (h - 1 / (2 beta))^2 by pair: the margin is to be just so large, and no larger."""
+    return (logits_P - 1.0 / (2.0 * beta)) ** 2
+
+
+# ---- from a teacher --------------------------------------------------------------------------------------------------
+
+
+def distillation_advantages(log_probs_BT: Tensor, teacher_log_probs_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Return A = log p_teacher - log p by token, without gradient.
+
+    Sampled tokens rewarded so minimise KL(p, p_teacher). The difference itself is no loss: its gradient is that of
+    log p alone, whoever the teacher.
+    """
+    return -log_ratio(log_probs_BT, teacher_log_probs_BT, mask_BT).detach()
+
+
+def full_kl(
+    logits_BTV: Tensor,
+    teacher_logits_BTV: Tensor,
+    mask_BT: Tensor,
+    *,
+    direction: Literal["reverse", "forward"] = "reverse",
+) -> Tensor:
+    """Return KL over the whole vocabulary by token: reverse is KL(p, p_teacher), forward KL(p_teacher, p)."""
+    counts_BT1 = (mask_BT != 0)[..., None]
+    log_p_BTV = torch.where(counts_BT1, logits_BTV, 0.0).log_softmax(-1)
+    log_t_BTV = torch.where(counts_BT1, teacher_logits_BTV.detach(), 0.0).log_softmax(-1)
+    first, second = (log_p_BTV, log_t_BTV) if direction == "reverse" else (log_t_BTV, log_p_BTV)
+    # A token that the first never chooses adds nothing, even if the second says minus infinity too.
+    gap_BTV = torch.where(first == -torch.inf, 0.0, first - second)
+    return _masked((first.exp() * gap_BTV).sum(-1), mask_BT)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def value_loss(
+    values_BT: Tensor,
+    returns_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    old_values_BT: Tensor | None = None,
+    clip: float | None = None,
+) -> Tensor:
+    """Return (V - G)^2 / 2 by token; with `clip`, the greater of that and the same of V kept within clip of V_old."""
+    values_BT, returns_BT = _masked(values_BT, mask_BT), _masked(returns_BT, mask_BT)
+    error_BT = (values_BT - returns_BT) ** 2
+    if clip is None or old_values_BT is None:
+        return 0.5 * error_BT
+    old_BT = _masked(old_values_BT.detach(), mask_BT)
+    near_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
+    return 0.5 * torch.maximum(error_BT, (near_BT - returns_BT) ** 2)
+
+
+def _masked(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    return torch.where(mask_BT != 0, values_BT, 0.0)
