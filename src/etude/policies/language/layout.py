@@ -1,0 +1,155 @@
+"""Which tokens of a text batch must be computed.
+
+No padding, nothing after the last token that counts, and a prompt that several rows share only once.
+Rows of one prompt are laid out behind it in one line, each seeing the prompt and itself: the numbers are those of the
+rows computed one by one, for a fraction of the tokens (eight completions of 4 tokens to a prompt of 12: 44 tokens
+instead of 128).
+
+Shape letters: B rows of the batch, T tokens, R lines computed, W their width, N tokens that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.errors import DataError
+
+MAX_SHARED_WIDTH = 768
+"""Rows of one prompt share a line up to this width: attention grows with its square, the saving only linearly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What to compute, and where each result belongs."""
+
+    tokens_RW: Tensor
+    positions_RW: Tensor
+    mask_R1WW: Tensor | None
+    """True where a token sees another; None for plain causal lines, whose padding comes last and is seen by none."""
+    source_N: Tensor
+    """Where in the flattened (R * W) hidden states each counted token is predicted from."""
+    target_N: Tensor
+    """The counted tokens."""
+    place_N: Tensor
+    """Where in the flattened (B * T) batch they stand."""
+    shape: tuple[int, int]
+    """(B, T)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    tokens: list[int]
+    """What must be computed: everything before the last counted token."""
+    prompt: int
+    """Tokens before the first counted one."""
+    counted: np.ndarray
+    """Which of the tokens count, by their number in the row."""
+    targets: list[int]
+    places: np.ndarray
+
+
+def lay_out(batch: Any, *, share: bool, device: torch.device) -> Layout:
+    """Plan the computation of a batch with `input_ids`, and if it has them `attention_mask` and `loss_mask`."""
+    ids = batch["input_ids"]
+    if ids.dim() != 2:
+        raise DataError(f"input_ids must have the shape (rows, tokens), got {tuple(ids.shape)}")
+    rows = list(_rows(*(_array(batch, name, ids) for name in ("input_ids", "attention_mask", "loss_mask"))))
+    lines = list(_lines(rows, share))
+    width = max(map(_width, lines), default=0)
+    tokens = np.zeros((len(lines), width), dtype=np.int64)
+    positions = np.zeros((len(lines), width), dtype=np.int64)
+    segments = np.full((len(lines), width), -1, dtype=np.int64)
+    sources = []
+    for number, line in enumerate(lines):
+        offset = prompt = line[0].prompt
+        tokens[number, :prompt] = line[0].tokens[:prompt]
+        positions[number, :prompt] = np.arange(prompt)
+        segments[number, :prompt] = 0
+        for segment, row in enumerate(line, start=1):
+            end = offset + len(row.tokens) - prompt
+            tokens[number, offset:end] = row.tokens[prompt:]
+            positions[number, offset:end] = np.arange(prompt, len(row.tokens))
+            segments[number, offset:end] = segment
+            # A token is predicted from the one before it: the first of a row from the end of the prompt.
+            before = row.counted - 1
+            sources.append(number * width + np.where(before < prompt, before, before - prompt + offset))
+            offset = end
+    order = [row for line in lines for row in line]
+    is_shared = len(order) > len(lines)
+    return Layout(
+        torch.from_numpy(tokens).to(device),
+        torch.from_numpy(positions).to(device),
+        _mask(torch.from_numpy(segments).to(device)) if is_shared else None,
+        torch.from_numpy(_join(sources)).to(device),
+        torch.tensor([token for row in order for token in row.targets], dtype=torch.int64, device=device),
+        torch.from_numpy(_join([row.places for row in order])).to(device),
+        (ids.shape[0], ids.shape[1]),
+    )
+
+
+def _array(batch: Any, name: str, ids: Tensor) -> np.ndarray | None:
+    try:
+        value = batch[name]
+    except KeyError:
+        return None
+    if value is None:
+        return None
+    if value.shape != ids.shape:
+        raise DataError(f"{name} has the shape {tuple(value.shape)}, but input_ids {tuple(ids.shape)}")
+    array: np.ndarray = value.detach().cpu().numpy()
+    return array
+
+
+def _rows(ids: np.ndarray | None, attention: np.ndarray | None, loss: np.ndarray | None) -> Iterable[_Row]:
+    assert ids is not None
+    for number, line in enumerate(ids):
+        real = np.arange(line.size) if attention is None else np.flatnonzero(attention[number])
+        counts = np.ones(real.size, dtype=bool) if loss is None else loss[number, real] != 0
+        counts[:1] = False  # nothing predicts the first token
+        counted = np.flatnonzero(counts)
+        if counted.size:
+            tokens = line[real[: counted[-1]]].tolist()
+            yield _Row(
+                tokens, int(counted[0]), counted, line[real[counted]].tolist(), number * line.size + real[counted]
+            )
+
+
+def _lines(rows: list[_Row], share: bool) -> Iterable[list[_Row]]:
+    """Yield the rows that share a line: those of one prompt, which is all that precedes the first counted token."""
+    groups: dict[Any, list[_Row]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(tuple(row.tokens[: row.prompt]) if share else number, []).append(row)
+    for group in groups.values():
+        line, width = [group[0]], len(group[0].tokens)
+        for row in group[1:]:
+            own = len(row.tokens) - row.prompt
+            if width + own > MAX_SHARED_WIDTH:
+                yield line
+                line, width, own = [], 0, len(row.tokens)
+            line.append(row)
+            width += own
+        yield line
+
+
+def _width(line: list[_Row]) -> int:
+    prompt = line[0].prompt
+    return prompt + sum(len(row.tokens) - prompt for row in line)
+
+
+def _mask(segments_RW: Tensor) -> Tensor:
+    """Return who sees whom: what comes before, of the prompt (segment 0) and of one's own row."""
+    mine, theirs = segments_RW[:, :, None], segments_RW[:, None, :]
+    width = segments_RW.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool, device=segments_RW.device).tril()
+    # Padding (-1) sees padding, so that no line of the softmax is empty.
+    return (((mine == theirs) | ((theirs == 0) & (mine >= 0))) & causal).unsqueeze(1)
+
+
+def _join(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

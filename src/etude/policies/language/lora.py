@@ -1,0 +1,55 @@
+"""Low-rank adapters: train a few small matrices beside frozen weights, with peft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from etude.errors import ConfigError
+from etude.policies.language.extras import import_llm
+from etude.registry import did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """What adapters to add."""
+
+    rank: int = 16
+    alpha: float | None = None
+    """Scale times rank; None is twice the rank."""
+    dropout: float = 0.0
+    targets: str | Sequence[str] = "all-linear"
+    """Names of the layers that get one; `all-linear` is every linear layer but the head."""
+
+    def __post_init__(self) -> None:
+        """Refuse ranks that are none."""
+        if self.rank < 1:
+            raise ConfigError(f"a LoRA rank must be at least 1, got {self.rank}")
+
+    @classmethod
+    def of(cls, value: Lora | int | Mapping[str, Any] | None) -> Lora | None:
+        """Read adapters from a configuration: a rank, a mapping of parameters, True for the defaults, or None."""
+        if value is None or value is False or isinstance(value, Lora):
+            return value or None
+        if value is True:
+            return cls()
+        if isinstance(value, int):
+            return cls(rank=value)
+        known = [one.name for one in fields(cls)]
+        for name in value:
+            if name not in known:
+                raise ConfigError(f"unknown LoRA parameter {name!r}{did_you_mean(name, known)}")
+        return cls(**value)
+
+    def apply(self, model: Any) -> Any:
+        """Return the model with adapters, everything else frozen."""
+        peft = import_llm("peft")
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.rank,
+            lora_alpha=2 * self.rank if self.alpha is None else self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=self.targets if isinstance(self.targets, str) else list(self.targets),
+        )
+        return peft.get_peft_model(model, config)

@@ -1,0 +1,78 @@
+"""A tiny model from scratch: a Llama of two layers over single characters, for tests and quick experiments."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from etude.errors import ConfigError
+from etude.policies.language.extras import import_llm
+from etude.registry import did_you_mean
+
+CHARACTERS = "\n" + string.printable[:95]
+END, UNKNOWN = "<eos>", "<unk>"
+
+
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    """The sizes of a tiny model; the defaults make about 0.4 million parameters."""
+
+    vocabulary: str = CHARACTERS
+    """The characters it reads and writes; others are read as unknown."""
+    hidden_size: int = 128
+    layers: int = 2
+    heads: int = 4
+    key_heads: int = 2
+    intermediate_size: int = 384
+    context: int = 512
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Tiny:
+        """Read sizes from a configuration."""
+        known = [one.name for one in fields(cls)]
+        for name in value:
+            if name not in known:
+                raise ConfigError(f"unknown parameter {name!r} of a tiny model{did_you_mean(name, known)}")
+        return cls(**value)
+
+    def tokenizer(self) -> Any:
+        """Return a plain Hugging Face tokenizer with one token per character; end and padding are one token, id 0."""
+        tokenizers, transformers = import_llm("tokenizers"), import_llm("transformers")
+        tokens = [END, UNKNOWN, *dict.fromkeys(self.vocabulary)]
+        model = tokenizers.models.WordLevel({token: at for at, token in enumerate(tokens)}, unk_token=UNKNOWN)
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = tokenizers.decoders.Fuse()
+        return transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            eos_token=END,
+            pad_token=END,
+            unk_token=UNKNOWN,
+            model_max_length=self.context,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def model(self, vocabulary_size: int) -> Any:
+        """Return a new model; its weights are drawn from the global generator."""
+        transformers = import_llm("transformers")
+        if self.hidden_size % self.heads or self.heads % self.key_heads:
+            raise ConfigError(
+                f"a tiny model's hidden_size ({self.hidden_size}) must be a multiple of its heads ({self.heads}), and "
+                f"those of its key_heads ({self.key_heads})"
+            )
+        config = transformers.LlamaConfig(
+            vocab_size=vocabulary_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_heads,
+            max_position_embeddings=self.context,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+        return transformers.LlamaForCausalLM(config)
