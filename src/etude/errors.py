@@ -61,6 +61,12 @@ class MissingExtraError(EtudeError, ImportError):
     exit_code = 8
 
 
+class RolloutError(EtudeError):
+    """No rollout succeeded, or one failed where the configuration says to stop."""
+
+    exit_code = 10
+
+
 class Interrupted(SystemExit):
     """A signal asked to stop; the run was saved. Exits with 128 + signal number (130 or 143)."""
 

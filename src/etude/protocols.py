@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from etude.trainer import Trainer
-    from etude.types import DataSpec, Loss
+    from etude.types import DataSpec, Loss, Updates
 
 
 @runtime_checkable
@@ -47,7 +47,11 @@ class Place:
 
 @runtime_checkable
 class Data(Protocol):
-    """Where batches come from, addressed by (seed, step): nothing to save but the step."""
+    """Where batches come from, addressed by (seed, step): nothing to save but the step.
+
+    Data that the policy makes also offers `attach(trainer)`, called once before `take`; it may have `metrics` (name ->
+    (mean, weight) of the last `take`), `timings` (name -> seconds) and `state_dict`/`load_state_dict`.
+    """
 
     @property
     def spec(self) -> DataSpec | None:
@@ -56,8 +60,8 @@ class Data(Protocol):
     def open(self, place: Place) -> None:
         """Get ready to serve one rank; called once before `take`."""
 
-    def take(self, step: int) -> Sequence[Any]:
-        """Return this rank's micro-batches of one optimizer step."""
+    def take(self, step: int) -> Sequence[Any] | Updates:
+        """Return this rank's micro-batches of one optimizer step, or groups of them, one for each of several."""
 
     def ids(self, step: int) -> Sequence[Any]:
         """Return the sample ids of each micro-batch of `take(step)`, for error messages."""

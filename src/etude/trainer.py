@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from etude.callbacks import Callback
 from etude.config.training import TrainingConfiguration
-from etude.data.coerce import as_data
+from etude.data.coerce import as_data, held_out
 from etude.duration import Progress
 from etude.engines.optimizers import Optimization, assign_parameters, build_optimizer
 from etude.engines.schedule import make_schedule
 from etude.engines.session import Session
 from etude.errors import ConfigError
-from etude.protocols import Algorithm, Data, Engine, Logger, TrainStep
+from etude.protocols import Data, Engine, Logger, TrainStep
 from etude.runs.directory import Run
 from etude.types import Result
+
+if TYPE_CHECKING:
+    from etude.rollouts.harness import Harness
 
 Optimizers = Optimizer | Optimization | Mapping[str, Optimizer | Optimization]
 
@@ -32,14 +35,19 @@ class Trainer:
     the whole update into your own hands.
     """
 
+    harness: Harness | None = None
+    """What makes the experience, for trainers with a sampler."""
+
     def __init__(
         self,
-        policy: nn.Module,
-        data: Any,
-        algorithm: Algorithm | None = None,
+        policy: Any = None,
+        data: Any = None,
+        algorithm: Any = None,
         *,
         engine: str | Engine = "torch",
         config: TrainingConfiguration | None = None,
+        sampler: Any = None,
+        environment: Any = None,
         run: str | Path | Run | Literal[False] | None = None,
         callbacks: Sequence[Callback] = (),
         loggers: Sequence[Logger] | None = None,
@@ -51,38 +59,55 @@ class Trainer:
     ) -> None:
         """Join the parts; nothing is built, read or written before `fit`.
 
+        `Trainer(config, sampler, algorithm)` trains what the sampler's system trains; steps are then experiences.
+
         Args:
             policy: What is trained. A policy that takes its shapes from the data is built when training starts.
             data: A dataset, a DataLoader, an iterable, a dictionary of tensors, or an `etude.Data`.
             algorithm: How a batch becomes a loss; None asks the policy (`policy(batch)`).
             engine: How a loss becomes an update: a key of the engine registry, or an engine.
             config: Length, optimisation, cadence and safety.
+            sampler: Makes rollouts to learn from, in place of policy and data.
+            environment: Another name for `sampler`.
             run: Directory or name of the run; None makes `runs/<time>-<name>`, False writes nothing.
             callbacks: What else happens around the loop.
             loggers: Where metrics go beside metrics.jsonl; None means TensorBoard.
-            eval_data: What `evaluate` measures the loss on; like `data`.
+            eval_data: What `evaluate` measures the loss on; None is what a data module holds out, False nothing.
             name: A word for the run's directory when `run` is None.
             run_root: Where runs without a directory of their own go.
             run_config: What to store as the run's configuration instead of the training section alone.
             show_progress: Show live progress in a terminal, plain lines elsewhere.
         """
+        if isinstance(policy, TrainingConfiguration):  # Trainer(config, sampler, algorithm)
+            policy, data, config, sampler = None, None, policy, data if sampler is None else sampler
+        self.config = config or TrainingConfiguration()
+        if sampler is not None or environment is not None:
+            policy, data = self._harness_up(environment if sampler is None else sampler, algorithm, policy, data)
         if not isinstance(policy, nn.Module):
             raise ConfigError(f"policy must be a torch.nn.Module, got {type(policy).__name__}")
         self.policy = policy
         self.data: Data = as_data(data)
-        self.algorithm = algorithm
-        self.engine = engine
-        self.config = config or TrainingConfiguration()
+        self.algorithm, self.engine = algorithm, engine
         self.run_request = run
         self.run: Run | None = run if isinstance(run, Run) else None
         self.callbacks = list(callbacks)
-        self.eval_data = eval_data
-        self.name = name
-        self.run_root = run_root
-        self.show_progress = show_progress
+        self.eval_data = held_out(data) if eval_data is None else None if eval_data is False else eval_data
+        self.name, self.run_root, self.show_progress = name, run_root, show_progress
         self.session: Session
-        self._run_config = run_config
-        self._loggers = loggers
+        self._run_config, self._loggers = run_config, loggers
+        self._optimizer: Optimizer | None = None
+
+    def _harness_up(self, sampler: Any, algorithm: Any, policy: Any, data: Any) -> tuple[nn.Module, Data]:
+        if policy is not None or data is not None:
+            raise ConfigError("give either policy and data, or a sampler")
+        if algorithm is None:
+            raise ConfigError("training on rollouts of a sampler needs an algorithm")
+        from etude.rollouts.experience import Experience, trained_module
+        from etude.rollouts.harness import Harness
+
+        episodes, batch_size = self.config.num_episodes_per_experience, self.config.batch_size
+        self.harness = Harness(sampler, algorithm, episodes, batch_size=batch_size)
+        return trained_module(sampler.system), Experience(self.harness)
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
@@ -93,6 +118,8 @@ class Trainer:
 
     def compute_loss(self, policy: Any, batch: Any) -> Any:
         """Return a `Loss`, or `{"loss": mean, ...}`, or a scalar mean."""
+        if self.harness is not None:
+            return self.data.loss(batch)  # type: ignore[attr-defined]
         return policy(batch) if self.algorithm is None else self.algorithm.loss(policy, batch)
 
     def configure_optimizers(self) -> Optimizers:
@@ -163,6 +190,16 @@ class Trainer:
     def optimizers(self) -> dict[str, Optimizer]:
         """The torch optimizers by name, for trainers with their own `train_step`."""
         return {name: optimization.optimizer for name, optimization in self.session.optimizations.items()}
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The one optimizer: the engine's while it trains, or one made from the configuration for a loop of yours."""
+        if hasattr(self, "session"):
+            return next(iter(self.optimizers.values()))
+        if self._optimizer is None:
+            config = next(iter(self.config.named_optimizers().values()))
+            self._optimizer = build_optimizer(config, [p for p in self.policy.parameters() if p.requires_grad])
+        return self._optimizer
 
     @property
     def loggers(self) -> Sequence[Logger]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 OTHERS = ("huggingface_trainer.py", "lightning_trainer.py")
 """Examples that need a peer, and have tests beside the engine they show."""
+PEERS = {"huggingface": "transformers", "lightning": "lightning"}
 needs_sim = pytest.mark.skipif(find_spec("metaworld") is None, reason="needs etude[sim]")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -34,6 +36,29 @@ def test_every_example_is_short_and_run_by_a_test() -> None:
 def test_a_loss_of_ones_own(tmp_path: Path, child_env: dict[str, str]) -> None:
     out = run("custom_loss.py", ["--steps", "60"], tmp_path, child_env)
     assert float(out.splitlines()[-1]) > 0.5
+
+
+def test_three_ways_to_a_trainer_of_ones_own_on_every_engine(tmp_path: Path, child_env: dict[str, str]) -> None:
+    engines = ["torch", *(name for name, needs in PEERS.items() if find_spec(needs) is not None)]
+    printed = [run("custom_trainers.py", [engine], tmp_path, child_env) for engine in engines]
+    shares = [re.findall(r"^\w+: ([\d.]+)$", out, re.MULTILINE) for out in printed]
+    assert all(found == shares[0] for found in shares), "the numbers do not depend on the engine"
+    assert len(shares[0]) == 3 and min(map(float, shares[0])) > 0.8
+
+
+def test_changing_the_loss_takes_at_most_fifteen_lines_on_every_engine() -> None:
+    """Counted over the class that a user writes for each engine; comments and empty lines are not code."""
+    classes = {
+        "custom_loss.py": "Focal", "custom_trainers.py": "Smooth", "huggingface_trainer.py": "SmoothTrainer",
+        "lightning_trainer.py": "Huber",
+    }  # fmt: skip
+    for name, wanted in classes.items():
+        source = (EXAMPLES / name).read_text(encoding="utf-8")
+        (node,) = (n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == wanted)
+        lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+        code = [line for line in lines if line.strip() and not line.strip().startswith("#")]
+        assert len(code) <= 15, f"{name}: {len(code)} lines"
+        assert any("def compute_loss" in line for line in code), name
 
 
 @needs_sim

@@ -19,6 +19,8 @@ KINDS = (
     "loggers",
     "callbacks",
     "environments",
+    "tasks",
+    "rewards",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 from etude.cli.output import say
 
@@ -15,6 +16,11 @@ def export_source(source: str, output: Path, *, kind: str, which: str) -> None:
     from etude.config.restore import load_policy
     from etude.deploy.export import export_policy
 
-    done = export_policy(load_policy(find_run(source), which), output, kind)
+    policy: Any = load_policy(find_run(source), which)
+    if kind == "pretrained":
+        policy.save_pretrained(output)
+        say(f"{output}: load it with {type(policy).__name__}.from_pretrained")
+        return
+    done = export_policy(policy, output, kind)
     size_mb = done.file.stat().st_size / 1e6
     say(f"{done.file} ({size_mb:.1f} MB) and {done.manifest.name}: actions differ by at most {done.difference:.1e}")

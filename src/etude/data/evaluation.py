@@ -29,6 +29,7 @@ def evaluation_batches(source: Any, place: Place, limit: int | None = None) -> I
     """
     has_validation = callable(getattr(source, "val_dataloader", None))
     data = as_data(source, split="val" if has_validation else "train")
+    data = getattr(data, "evaluation_source", data)
     if isinstance(data, IndexedData):
         return _indexed(data, place, limit)
     if isinstance(data, StreamData):

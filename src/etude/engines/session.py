@@ -33,8 +33,8 @@ from etude.engines.strategy import Alone, count_parameters
 from etude.engines.watchdog import Pulse, Watchdog
 from etude.errors import CheckpointError, ConfigError, Interrupted, RankError, ShortRunError
 from etude.protocols import Place
-from etude.rng import STREAM_EVALUATE, STREAM_INIT, fold, seed_everything
-from etude.types import Result
+from etude.rng import STREAM_EVALUATE, STREAM_INIT, STREAM_ROLLOUT, fold, seed_everything
+from etude.types import Result, Updates
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer
@@ -59,6 +59,8 @@ class Session:
         self.best: float | None = None
         self._evaluated_at = self._ranked_at = self._saved_at = -1
         self._is_best = False
+        self.evaluated_s = 0.0
+        """Seconds of this session that went into evaluating, which rates of training leave out."""
         self._exits = ExitStack()
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -115,6 +117,10 @@ class Session:
         self.optimizations: dict[str, Optimization] = trainer.make_optimizations()
         self.stepper = self._make_stepper()
         self.set_train_mode()
+        sources: list[Any] = [self.data, trainer.eval_data]
+        for source in sources:
+            if hasattr(source, "attach"):
+                source.attach(trainer)
 
     def _choose_threads(self) -> None:
         wanted = self.config.num_threads
@@ -138,10 +144,14 @@ class Session:
         return stepper
 
     def _settle(self) -> None:
-        if self.group.world > 1:
+        if self.group.world > 2:
+            kept = self.data.state_dict() if hasattr(self.data, "state_dict") else None
+            micros = self._fetch(self.progress.step)
+            if kept is not None:
+                self.data.load_state_dict(kept)  # type: ignore[attr-defined]
             seed_everything(fold(self.config.seed, STREAM_INIT, self.group.rank))
             with self.precision.forward():
-                self.strategy.settle(self.data.take(self.progress.step)[0])
+                self.strategy.settle(micros[0][0] if isinstance(micros, Updates) else micros[0])
 
     def _build_callbacks(self) -> None:
         callbacks: list[Callback] = list(self.trainer.callbacks)
@@ -204,8 +214,9 @@ class Session:
         before, config = self.progress, self.config
         step = before.step
         self.pulse.step = step
-        self.pulse.enter("data")
-        micros = self.data.take(step)
+        micros = self._fetch(step)
+        for name, (mean, weight) in getattr(self.data, "metrics", {}).items():
+            self.meter.add(name, mean, weight)
         totals = self.stepper.take(
             step, micros, self.signals.received, time.perf_counter() - self._clock, getattr(self.data, "env_steps", 0)
         )
@@ -227,6 +238,14 @@ class Session:
             self.save()
         if totals.stop_signal:
             self._interrupt(totals.stop_signal)
+
+    def _fetch(self, step: int) -> Any:
+        """Return the micro-batches of a step; data that is made by the policy is made on a random stream of its own."""
+        self.pulse.enter("data")
+        if not hasattr(self.data, "attach"):
+            return self.data.take(step)
+        seed_everything(fold(self.config.seed, STREAM_ROLLOUT, step, self.group.rank))
+        return self.data.take(step)
 
     def _interrupt(self, signum: int) -> None:
         # Ranks may each have got a signal; the sum says only that one did.
@@ -270,6 +289,9 @@ class Session:
         steps = self.progress.step - step
         row["time/step_ms"] = (now - then) * 1000 / max(1, steps)
         row["time/elapsed_s"] = self.progress.seconds
+        timings = getattr(self.data, "timings", {})
+        row |= {f"time/{name}_ms": timings[name] * 1000 / max(1, steps) for name in timings}
+        timings.clear()
         self._lap = (self.progress.step, now)
         self._write(row)
         self.callbacks.on_log(self.trainer, self.progress.step, row)
@@ -293,6 +315,7 @@ class Session:
         Every rank must call; what rank 0 finds counts.
         """
         self.pulse.enter("evaluate")
+        began = time.perf_counter()
         self.strategy.synchronise_buffers()
         seed_everything(fold(self.config.seed, STREAM_EVALUATE, self.group.rank))
         self.policy.eval()
@@ -304,8 +327,11 @@ class Session:
         self.set_train_mode()
         # Rank 0 speaks for all: what differs between ranks was summed inside.
         row: dict[str, float] = self.group.gather({_eval_name(k): float(v) for k, v in (found or {}).items()})[0]
+        spent_s = time.perf_counter() - began
+        self.evaluated_s += spent_s
+        self._lap = (self._lap[0], self._lap[1] + spent_s)  # what evaluating takes is no part of a step
         if row:
-            self._write(row)
+            self._write({**row, "time/evaluate_s": spent_s})
             self._compare_with_best(row)
             self.callbacks.on_evaluate_end(self.trainer, self.progress.step, row)
         return row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from etude.engines.precision import Precision
 from etude.engines.strategy import Alone
 from etude.engines.watchdog import Pulse
 from etude.rng import STREAM_STEP, fold, seed_everything
+from etude.types import Updates, split_loss
 
 
 @dataclass(slots=True)
@@ -57,6 +58,12 @@ class Totals:
     """Rank 0's clock, so that all ranks agree on the time."""
     env_steps: int
 
+    def plus(self, later: Totals) -> Totals:
+        """Return the totals of two updates of one step."""
+        weight = self.weight + later.weight
+        loss = (self.loss * self.weight + later.loss * later.weight) / weight if weight else 0.0
+        return replace(self, loss=loss, weight=weight)
+
 
 class Stepper:
     """Takes optimizer steps. Holds no state but references: everything that changes lives in what it was given."""
@@ -92,9 +99,23 @@ class Stepper:
         self.norms: dict[str, float] = {}
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
 
-    def take(self, step: int, micros: Sequence[Any], stop_signal: int, seconds: float, env_steps: int) -> Totals:
-        """Turn the micro-batches of one step into one update, or raise before any weight changes."""
-        losses, weight, finding = self._backward(step, micros)
+    def take(
+        self, step: int, micros: Sequence[Any] | Updates, stop_signal: int, seconds: float, env_steps: int
+    ) -> Totals:
+        """Turn the micro-batches of one step into one update (or one for each group), or raise before it is made."""
+        if not isinstance(micros, Updates):
+            return self._take(step, 0, micros, stop_signal, seconds, env_steps)
+        # No group at all is a step too: the ranks still agree on time and signals.
+        first, *rest = micros.groups or [[]]
+        totals = self._take(step, 0, first, stop_signal, seconds, env_steps)
+        for index, group in enumerate(rest, 1):
+            totals = totals.plus(self._take(step, index, group, 0, 0.0, 0))
+        return totals
+
+    def _take(
+        self, step: int, update: int, micros: Sequence[Any], stop_signal: int, seconds: float, env_steps: int
+    ) -> Totals:
+        losses, weight, finding = self._backward(step, update, micros)
         local = [
             math.fsum(losses),
             weight,
@@ -110,17 +131,19 @@ class Stepper:
             bad = finding is not None or not math.isfinite(local[0] + local[1])
         if bad:
             guard.stop(self.group, step, finding or guard.check_losses(losses), self.ids(step))
-        self._update(step, local[1])
+        if micros:
+            self._update(step, local[1])
         return Totals(local[0] / local[1] if local[1] else 0.0, local[1], int(local[2]), local[3], int(local[4]))
 
-    def _backward(self, step: int, micros: Sequence[Any]) -> tuple[list[float], float, str | None]:
+    def _backward(self, step: int, update: int, micros: Sequence[Any]) -> tuple[list[float], float, str | None]:
         group, pulse, strategy, meter = self.group, self.pulse, self.strategy, self.meter
         last, weight, finding = len(micros) - 1, 0.0, None
         found: list[tuple[Tensor, float, float, Mapping[str, Any]]] = []
         pulse.enter("loss")
         for i, micro in enumerate(micros):
             # By place in the global batch, not by rank: the same micro-batch meets the same dropout on any split.
-            seed_everything(fold(self.key, step, i * group.world + group.rank))
+            place = i * group.world + group.rank
+            seed_everything(fold(self.key, step, place, update) if update else fold(self.key, step, place))
             strategy.begin(i == last)
             finding = finding or guard.check_rewards(micro, i)
             if self.precision.casts:
@@ -187,7 +210,6 @@ def make_loss_function(
 ) -> Callable[[Any], tuple[Tensor, int, Any, Any]]:
     """Return the function from a batch to (root, factor, weight, metrics), with no step that is not needed."""
     from etude.data.device import to_device
-    from etude.types import split_loss
 
     moves = device.type != "cpu"
     doubles = precision.name == "float64"

@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "words,offers",
     [
-        ("etude re", ["resume", "report", "record"]),
+        ("etude re", ["resume", "report", "record", "redteam"]),
         ("etude report al", ["alpha", "almond"]),
         ("etude report runs/b", ["runs/beta"]),
         ("etude train conf", ["configs/"]),

@@ -41,6 +41,7 @@ etude data convert SRC DST
 etude data convert --format auto|aloha|robomimic|zarr = auto
 etude data convert --fps N
 etude data convert --images video|image = video
+etude data convert --rename OLD=NEW
 etude data convert --task TEXT
 etude record --cameras A,B
 etude record --env ENV
@@ -58,6 +59,7 @@ etude evaluate POLICY
 etude evaluate --env ENV
 etude evaluate --episodes N = 50
 etude evaluate --json
+etude evaluate --plugin MODULE
 etude evaluate --option KEY=VALUE
 etude evaluate --output -o DIR
 etude evaluate --seed N
@@ -74,13 +76,33 @@ etude quickstart --policy KEY = act
 etude quickstart --seed N
 etude quickstart --steps N
 etude quickstart --task NAME = pick-place
+etude redteam train CONFIG?
+etude redteam train --algorithm dpo|ipo|ppo
+etude redteam train --auditor MODEL
+etude redteam train --output -o DIR
+etude redteam train --prompts FILE
+etude redteam train --run RUN
+etude redteam train --scorer NAME
+etude redteam train --set KEY=VALUE
+etude redteam train --steps N
+etude redteam train --target MODEL
+etude redteam evaluate AUDITOR
+etude redteam evaluate --against MODEL
+etude redteam evaluate --config FILE
+etude redteam evaluate --json
+etude redteam evaluate --output -o DIR
+etude redteam evaluate --prompts FILE
+etude redteam evaluate --rollouts N = 48
+etude redteam evaluate --scorer NAME
+etude redteam evaluate --set KEY=VALUE
+etude redteam evaluate --target MODEL
 etude serve-policy POLICY
 etude serve-policy --host ADDRESS = 127.0.0.1
 etude serve-policy --key TEXT
 etude serve-policy --port N = 8765
 etude serve-policy --which best|last|STEP = auto
 etude export POLICY
-etude export --format torch|onnx = torch
+etude export --format torch|onnx|pretrained = torch
 etude export --output -o DIR
 etude export --which best|last|STEP = auto
 etude new trainer NAME

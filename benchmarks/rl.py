@@ -1,0 +1,199 @@
+"""Does it learn, and what does a step cost: `make bench-rl`.
+
+    python -m benchmarks.rl                    # everything that is installed: about ten minutes on one core
+    python -m benchmarks.rl --only digits,dpo  # some of it
+
+The comparison with TRL is made where $ETUDE_TRL_PYTHON names a Python that has trl 1.16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from etude import Callback, Trainer, TrainingConfiguration
+from etude.algorithms.grpo import GRPO
+from etude.algorithms.preference import DPO
+from etude.data.text import TextData
+from etude.policies.language import LanguageModel
+from etude.rollouts.text import TextRollouts
+
+
+class Curve(Callback):
+    """Keeps the rows of the log, and says the reward of each step."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.rows = name, list[dict[str, float]]()
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._began = time.process_time()
+
+    def on_log(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        self.rows.append({"step": step, "cpu": time.process_time() - self._began, **metrics})
+
+    def first_above(self, reward: float) -> dict[str, float] | None:
+        return next((row for row in self.rows if row["train/reward"] >= reward), None)
+
+
+def train(policy: Any, data: Any, algorithm: Any, curve: Curve, **config: Any) -> Trainer:
+    trainer = Trainer(
+        policy, data, algorithm, config=TrainingConfiguration(**{"log_every": 1, **config}), run=False,
+        callbacks=[curve], show_progress=False,
+    )  # fmt: skip
+    trainer.fit()
+    return trainer
+
+
+def digits() -> bool:
+    """A tiny model from scratch: reward 0.95 in under 10 s."""
+    curve, began = Curve("digits"), time.process_time()
+    data = TextRollouts("digits", prompts_per_step=4, group_size=8, max_new_tokens=16)
+    train(LanguageModel.tiny(seed=0), data, GRPO(), curve, lr=3e-3, batch_size=32, training_steps=60)
+    spent, found = time.process_time() - began, curve.first_above(0.95)
+    where = f"at step {found['step']:.0f}, after {found['cpu']:.1f} CPU s" if found else "not reached"
+    print(f"digits, tiny model from scratch, GRPO 32 x 16 tokens: reward 0.95 {where} (goal 10 s); "
+          f"60 steps in {spent:.1f} CPU s, last reward {curve.rows[-1]['train/reward']:.3f}", flush=True)  # fmt: skip
+    return found is not None and found["cpu"] < 10
+
+
+def addition(steps: int = 12) -> bool:
+    """SmolLM2-135M learns to add: 0.9 of the reward within 12 steps of 32 completions."""
+    curve, began = Curve("addition"), time.process_time()
+    tasks = {"type": "addition", "params": {"low": 1, "high": 9}}
+    data = TextRollouts(tasks, prompts_per_step=4, group_size=8, max_new_tokens=4)
+    train(LanguageModel.smollm2(), data, GRPO(), curve, lr=1e-5, batch_size=32, training_steps=steps)
+    rewards = [row["train/reward"] for row in curve.rows]
+    found = curve.first_above(0.9)
+    print("addition, SmolLM2-135M, GRPO 32 x 4 tokens, reward by step: " + " ".join(f"{r:.2f}" for r in rewards))
+    where = f"at step {found['step']:.0f}" if found else "not reached"
+    print(f"addition: 0.9 of the reward {where} (goal: within 12); "
+          f"{(time.process_time() - began) / steps:.1f} CPU s a step", flush=True)  # fmt: skip
+    return found is not None
+
+
+def preference() -> bool:
+    """DPO on pairs of a tiny model: the margin on held-out pairs rises."""
+    words = ("nought", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    rows = [{"prompt": f"{greeting} {word}: ", "chosen": str(number), "rejected": word}
+            for greeting in ("say", "write", "tell me", "now") for number, word in enumerate(words)]  # fmt: skip
+    train_rows, held_out = rows[: 3 * len(words)], rows[3 * len(words) :]
+    trainer = Trainer(
+        LanguageModel.tiny(seed=0), TextData(train_rows), DPO(beta=0.1), eval_data=TextData(held_out), run=False,
+        config=TrainingConfiguration(lr=1e-3, batch_size=10, training_steps=40, evaluate_every=1), show_progress=False,
+        callbacks=[margins := Margins()],
+    )  # fmt: skip
+    trainer.fit()
+    print(f"dpo, tiny model, 30 pairs: margin on 10 held-out pairs {margins.found[0]:.3f} after step 1, "
+          f"{margins.found[-1]:.3f} after step 40 (goal: rises)", flush=True)  # fmt: skip
+    return margins.found[-1] > margins.found[0] > -1
+
+
+class Margins(Callback):
+    """Keeps the margin at every evaluation."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_evaluate_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        self.found += [value for name, value in metrics.items() if name.endswith("margin")]
+
+
+def step_costs(model: str, steps: int) -> dict[str, float]:
+    """Return the CPU seconds of a step of ours, in all and by part; `model` is tiny or smollm2."""
+    curve = Clock()
+    tiny = model == "tiny"
+    policy = LanguageModel.tiny(seed=0) if tiny else LanguageModel.smollm2()
+    tasks: Any = "digits" if tiny else {"type": "addition", "params": {"low": 1, "high": 9}}
+    data = TextRollouts(tasks, prompts_per_step=4, group_size=8, max_new_tokens=16)
+    train(policy, data, GRPO(), curve, lr=1e-6, batch_size=32, training_steps=steps + 2)
+    kept = curve.costs[2:]
+    parts = {name: statistics.median(row[f"time/{name}_ms"] / 1000 for row in curve.rows[2:])
+             for name in ("generate", "reward", "prepare", "step")}  # fmt: skip
+    tokens = statistics.median(row["train/rollout/tokens"] for row in curve.rows[2:]) * 32
+    return {"cpu": statistics.median(kept), "tokens": tokens, **parts}
+
+
+class Clock(Curve):
+    """Measures the CPU time of each step."""
+
+    def __init__(self) -> None:
+        super().__init__("clock")
+        self.costs: list[float] = []
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        super().on_fit_start(trainer)
+        self._before = time.process_time()
+
+    def on_step_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        now = time.process_time()
+        self.costs.append(now - self._before)
+        self._before = now
+
+
+def compare_with_trl(model: str, steps: int, goal: float) -> bool | None:
+    """Print the cost of a step beside TRL's, in rounds that take turns."""
+    from benchmarks.rl_trl import TRL
+
+    trl = TRL.find()
+    if trl is None:
+        print(f"{model}: no comparison with TRL; name a Python that has trl 1.16 in ETUDE_TRL_PYTHON", flush=True)
+        ours = step_costs(model, steps)
+    else:
+        rounds = [(step_costs(model, steps), trl.step_costs(model, steps)) for _ in range(2)]
+        ours = min((one for one, _ in rounds), key=lambda found: found["cpu"])
+        theirs = min((other for _, other in rounds), key=lambda found: found["cpu"])
+    training = ours["step"] - ours["generate"] - ours["reward"] - ours["prepare"]
+    other = ours["reward"] / ours["step"]
+    print(f"{model}, GRPO 4 prompts x 8 completions x 16 tokens: {ours['cpu']:.3f} CPU s a step "
+          f"({ours['generate'] / ours['step']:.0%} generating, {ours['prepare'] / ours['step']:.1%} preparing, "
+          f"{training / ours['step']:.0%} training, {other:.1%} rewarding)", flush=True)  # fmt: skip
+    if trl is None:
+        return None
+    ratio = ours["cpu"] / theirs["cpu"]
+    speed = ours["tokens"] / ours["generate"], theirs["tokens"] / theirs["generate"]
+    print(f"{model}: {ratio:.2f} of TRL's {theirs['cpu']:.3f} CPU s a step (goal {goal}); "
+          f"{speed[0]:.0f} against {speed[1]:.0f} tokens/s generated (goal: not fewer)", flush=True)  # fmt: skip
+    return ratio <= goal
+
+
+def redteam() -> bool | None:
+    """The auditor raises the mean score of what it elicits beyond the baseline's interval."""
+    try:
+        from benchmarks import redteam as bench
+    except ImportError:
+        return None
+    return bool(bench.main([]))
+
+
+PARTS: dict[str, Callable[[], bool | None]] = {
+    "digits": digits,
+    "dpo": preference,
+    "tiny-step": lambda: compare_with_trl("tiny", 8, 0.5),
+    "addition": addition,
+    "smollm2-step": lambda: compare_with_trl("smollm2", 2, 0.67),
+    "redteam": redteam,
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help=f"comma-separated: {', '.join(PARTS)}")
+    given = parser.parse_args(arguments)
+    wanted = given.only.split(",") if given.only else list(PARTS)
+    if unknown := sorted(set(wanted) - set(PARTS)):
+        parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    torch.set_num_threads(1)
+    found = {name: PARTS[name]() for name in wanted}
+    missed = [name for name, held in found.items() if held is False]
+    print("all goals met" if not missed else f"missed: {', '.join(missed)}")
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Text to learn from: completions to imitate, or pairs of which one is preferred; tokenised by the policy itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from etude.data.map import MapData
+from etude.errors import DataError
+from etude.protocols import Place
+from etude.types import DataSpec
+
+if TYPE_CHECKING:
+    from etude.trainer import Trainer
+
+_SIDES = ("chosen", "rejected")
+
+
+class TextData:
+    """Rows with `prompt` and `completion`, or with `prompt`, `chosen` and `rejected`; the loss is on what follows.
+
+    Args:
+        rows: The rows themselves, or the path of a file with one JSON object in each line.
+        chat: Put each prompt into the model's chat template as the user's message.
+        max_length: Tokens of a row at most; longer ones lose their end.
+        end: Let what follows the prompt end with the model's end token.
+    """
+
+    spec: DataSpec | None = None
+
+    def __init__(
+        self,
+        rows: str | list[dict[str, str]],
+        chat: bool = False,
+        max_length: int = 1024,
+        end: bool = True,
+    ) -> None:
+        self.rows = _read(rows) if isinstance(rows, str | Path) else list(rows)
+        if not self.rows:
+            raise DataError("there are no rows of text to train on")
+        self.keys = _SIDES if "chosen" in self.rows[0] else ("completion",)
+        for number, row in enumerate(self.rows):
+            for key in ("prompt", *self.keys):
+                if not isinstance(row.get(key), str):
+                    raise DataError(f"row {number} of the text has no {key!r}; it has {', '.join(sorted(row))}")
+        self.chat, self.max_length, self.end = chat, max_length, end
+        self._inner: MapData | None = None
+        self._place: Place | None = None
+
+    def open(self, place: Place) -> None:
+        """Note the place; the rows are tokenised once the policy is there."""
+        self._place = place
+        if self._inner is not None:
+            self._inner.open(place)
+
+    def attach(self, trainer: Trainer) -> None:
+        """Tokenise the rows as the policy reads them."""
+        self.tokenise(trainer.policy)
+        if self._place is not None:
+            self._ready().open(self._place)
+
+    def tokenise(self, policy: Any) -> None:
+        """Tokenise the rows as a policy reads them."""
+        if not callable(getattr(policy, "encode", None)):
+            raise DataError(f"text needs a policy that reads it; {type(policy).__name__} has no encode()")
+        samples = [self._encode(policy, row) for row in self.rows]
+        self._inner = MapData(samples, Padding(policy.pad_token_id))
+
+    def _encode(self, policy: Any, row: Mapping[str, str]) -> dict[str, list[int]]:
+        prompt = row["prompt"]
+        head = policy.encode_chat([{"role": "user", "content": prompt}]) if self.chat else policy.encode(prompt)
+        encoded: dict[str, list[int]] = {}
+        for key in self.keys:
+            tail = policy.encode(row[key]) + ([policy.eos_token_id] if self.end else [])
+            prefix = "" if key == "completion" else f"{key}_"
+            encoded[f"{prefix}input_ids"] = (head + tail)[: self.max_length]
+            encoded[f"{prefix}loss_mask"] = ([0] * len(head) + [1] * len(tail))[: self.max_length]
+        return encoded
+
+    def _ready(self) -> MapData:
+        if self._inner is None:
+            raise DataError("the text has not been tokenised; call tokenise(policy) first")
+        return self._inner
+
+    def take(self, step: int) -> Sequence[Any]:
+        """Return this rank's micro-batches of one step."""
+        return self._ready().take(step)
+
+    def ids(self, step: int) -> Sequence[Any]:
+        """Return the row numbers of each micro-batch."""
+        return self._ready().ids(step)
+
+    def epochs(self, step: int) -> float:
+        """Return how often every row has been seen."""
+        place = self._place or Place()
+        return step * place.global_batch / len(self.rows)
+
+    def close(self) -> None:
+        """Release workers."""
+        if self._inner is not None:
+            self._inner.close()
+
+    @property
+    def evaluation_source(self) -> MapData:
+        """What one ordered pass over the rows is read from."""
+        return self._ready()
+
+
+class Padding:
+    """Pads rows of tokens on the right, with masks beside them."""
+
+    def __init__(self, pad_token_id: int) -> None:
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, samples: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
+        """Make one batch."""
+        batch: dict[str, Tensor] = {}
+        for name in samples[0]:
+            fill = self.pad_token_id if name.endswith("input_ids") else 0
+            rows = [torch.tensor(sample[name]) for sample in samples]
+            batch[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+            if name.endswith("input_ids"):
+                kept = [torch.ones(len(row), dtype=torch.int64) for row in rows]
+                mask = name.replace("input_ids", "attention_mask")
+                batch[mask] = torch.nn.utils.rnn.pad_sequence(kept, batch_first=True)
+        return batch
+
+
+def _read(path: str | Path) -> list[dict[str, str]]:
+    rows = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"the text of {path} cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}, line {number}: {error.msg}") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{path}, line {number} is no JSON object")
+            rows.append(row)
+    return rows

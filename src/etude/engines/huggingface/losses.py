@@ -1,0 +1,141 @@
+"""From what a model or a `compute_loss` returns to a loss that is weighed rightly, whatever the split of the batch."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from etude.types import Loss, Number, batch_length, split_loss
+
+IGNORED_LABEL = -100
+
+
+def takes_batch(model: nn.Module, inputs: Any) -> bool:
+    """Tell whether a model wants a batch as one argument, `forward(batch)`, or its parts by name, `forward(**batch)`.
+
+    One argument that every call must give, and whose name is not that of a part of the batch, is the batch.
+    """
+    if not isinstance(inputs, Mapping):
+        return True
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needed) == 1 and needed[0].name not in inputs
+
+
+def takes_anything(model: nn.Module) -> bool:
+    """Tell whether the signature of `forward` says nothing about what a batch may hold."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return len(parameters) == 1 or any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Tell whether a function takes an argument of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def count_items(inputs: Any, shifts_labels: bool) -> Number:
+    """Return what a plain mean over a batch is a mean over: the labels that count, else the samples.
+
+    Class labels are counted by transformers' own convention: -100 does not count, and a causal language model does not
+    predict the first.
+    """
+    if isinstance(inputs, Mapping):
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if isinstance(labels, Tensor) and labels.dim() and not labels.is_floating_point():
+            if shifts_labels and "shift_labels" not in inputs:
+                labels = labels[..., 1:]
+            return labels.ne(IGNORED_LABEL).sum()
+    return batch_length(inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One micro-batch's part of a step: total loss = root * factor, over `weight` things."""
+
+    root: Tensor
+    factor: float
+    weight: float
+    metrics: Mapping[str, Number]
+
+
+def weigh(value: Any, inputs: Any, items: Number) -> Share:
+    """Accept a Loss, `{"loss": mean, "weight": ...}`, `{"loss": mean}`, `(mean, ...)` or a mean of `items`."""
+    if isinstance(value, Tensor) and value.dim() == 1 and value.numel() > 1:
+        value = value.mean()  # one loss for each device under nn.DataParallel
+    root, factor, weight, metrics = split_loss(value, inputs)
+    if not carries_weight(value):
+        own = value.get("weight") if isinstance(value, Mapping) else None
+        factor = weight = float(items if own is None else own)  # type: ignore[assignment]  # not a count of samples
+        metrics = {name: number for name, number in metrics.items() if name != "weight"}
+    return Share(root, float(factor), float(weight), metrics)
+
+
+def carries_weight(value: Any) -> bool:
+    """Tell whether what was returned says itself what its loss sums over."""
+    if isinstance(value, Mapping):
+        value = value.get("loss")
+    elif isinstance(value, tuple) and value:
+        value = value[0]
+    return isinstance(value, Loss) or hasattr(value, "mean_of")
+
+
+def mean_of(value: Any, inputs: Any) -> Tensor:
+    """Return the mean loss in what a model or `compute_loss` returned."""
+    share = weigh(value, inputs, batch_length(inputs))
+    return share.root if share.factor == share.weight else share.root * (share.factor / share.weight)
+
+
+@dataclass
+class Account:
+    """What the micro-batches of one optimizer step have summed so far on this rank."""
+
+    numbers: range
+    """The micro-batches of the step, by number."""
+    nominal: float | None
+    """What losses are divided by before backward; None takes the first weight times the number of micro-batches."""
+    scaled: bool = False
+    """Whether the losses came divided by the weight of the whole step already."""
+    correction: float = 1.0
+    """What the gradients must be multiplied by once the true weight of the step is known."""
+    shares: list[Share] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every micro-batch has been added."""
+        return len(self.shares) == len(self.numbers)
+
+    def add(self, share: Share, scaled: bool) -> float:
+        """Add a micro-batch and return what its root is to be multiplied by before backward."""
+        self.scaled = scaled
+        self.shares.append(replace(share, root=share.root.detach()))  # its graph may go after backward
+        if scaled:
+            return 1.0
+        if self.nominal is None:
+            # With equal weights this divides a mean by the number of micro-batches, as a loop written by hand would.
+            self.nominal = (share.weight or 1.0) * len(self.numbers)
+        return share.factor / self.nominal
+
+    def sums(self) -> tuple[float, float]:
+        """Return the total loss and weight of this rank; reads the losses, which waits for an accelerator."""
+        self.losses = [share.root.item() * (1.0 if self.scaled else share.factor) for share in self.shares]
+        return math.fsum(self.losses), math.fsum(share.weight for share in self.shares)
+
+    def settle(self, total: float, weight: float, world: int) -> float:
+        """Take the sums over all ranks and return the mean loss of the step."""
+        if self.scaled:
+            return total / world
+        assert self.nominal is not None
+        self.correction = self.nominal * world / weight if weight else 0.0
+        return total / weight if weight else 0.0
+
+    def first_bad(self) -> int | None:
+        """Return which micro-batch has a loss or weight that is not finite."""
+        sums = zip(self.losses, self.shares, strict=True)
+        return next((i for i, (loss, share) in enumerate(sums) if not math.isfinite(loss + share.weight)), None)

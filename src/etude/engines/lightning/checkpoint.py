@@ -1,0 +1,220 @@
+"""Lightning's checkpoints as directories that are whole or absent: safetensors and JSON, hashed, renamed once.
+
+A checkpoint keeps the name that Lightning gives it (`epoch=0-step=10.ckpt`), and is a directory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.plugins import CheckpointIO
+
+from etude.engines.lightning.codec import decode, encode
+from etude.errors import CheckpointError
+from etude.runs import durable
+from etude.runs.checkpoint import CheckpointStore, read_checkpoint
+from etude.runs.manifest import MANIFEST_NAME, DamagedCheckpointError, read_manifest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+log = logging.getLogger("etude")
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class SafeCheckpointIO(CheckpointIO):
+    """Writes checkpoints aside, verifies them and puts them in place by one rename; falls back, loudly, on damage."""
+
+    def __init__(self) -> None:
+        self._store: CheckpointStore | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Save what Lightning gathered; on return it is on disk and verified."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        durable.remove_leftovers(target.parent)
+        with durable.in_use(target.parent / durable.temp_name(target.name)) as temp:
+            if self._store is None:  # kept for its warm memory
+                self._store = CheckpointStore(temp, keep_last=1, keep_best=0)
+            self._store.directory = temp
+            written = self._store.save(_to_tree(checkpoint), step=int(checkpoint.get("global_step", 0)), wait=True)
+            _put_in_place(written, target)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint, or the newest good one of a directory; see `load_checkpoint`."""
+        return load_checkpoint(path)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint so that a crash leaves all of it or nothing."""
+        target = Path(path)
+        if target.is_dir() and not target.is_symlink():
+            durable.discard(target)
+        else:
+            target.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Load a checkpoint as Lightning's dictionary, every byte verified.
+
+    A directory of checkpoints gives its newest good one. In place of a damaged one the newest good one that is not
+    newer is taken, with a warning. A single file of Lightning's own is read without executing anything in it.
+
+    Args:
+        path: A checkpoint, or the directory they lie in.
+    """
+    found = Path(path)
+    if found.is_file():
+        return _load_foreign(found)
+    if not found.exists():
+        aside = _aside(found)  # where a crash may have left the new one of two
+        if not aside.exists():
+            raise CheckpointError(f"there is no checkpoint at {found}")
+        found = aside
+    if not (found / MANIFEST_NAME).exists() and (inside := _checkpoints_in(found)):
+        return _load_first(inside, f"no checkpoint in {found} can be loaded")
+    try:
+        return _from_tree(read_checkpoint(found).tree)
+    except DamagedCheckpointError as error:
+        log.warning("%s; looking for an older checkpoint", error)
+        older = [other for other in _checkpoints_in(found.parent) if other.resolve() != found.resolve()]
+        return _load_first(_not_newer(older, found), f"{error}, and no other checkpoint beside it is good")
+
+
+def load_policy(path: str | os.PathLike[str]) -> nn.Module:
+    """Return the trained policy of a checkpoint, built and ready to act; its data is not needed.
+
+    Args:
+        path: A checkpoint of a policy that `etude.engines.lightning.Trainer` trained, or the directory they lie in.
+    """
+    from etude.policies.base import PolicyModule
+
+    checkpoint = load_checkpoint(path)
+    if "policy" not in checkpoint:
+        raise CheckpointError(f"{path} does not say which policy it holds; load its weights with load_checkpoint")
+    policy = PolicyModule.from_description(checkpoint["policy"], str(path))
+    weights = checkpoint["state_dict"]
+    policy.load_state_dict({name.removeprefix("policy."): value for name, value in weights.items()})
+    return policy.eval()
+
+
+# -- what is inside -------------------------------------------------------------------------------------------------
+
+
+def _to_tree(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    apart = {"model": "state_dict", "optimizer": "optimizer_states"}
+    rest = {key: value for key, value in checkpoint.items() if key not in apart.values()}
+    tree = {name: encode(checkpoint[key]) for name, key in apart.items() if key in checkpoint}
+    return {**tree, "lightning": encode(rest, _may_drop)}
+
+
+_said: set[str] = set()
+
+
+def _may_drop(path: str, value: Any) -> bool:
+    """Tell whether something may be left out: hyperparameters are whatever a constructor takes."""
+    if "hyper_parameters" not in path and not path.endswith("hparams_type"):
+        return False
+    if path not in _said:
+        _said.add(path)
+        log.warning("%s is a %s, which a checkpoint cannot hold; it is left out", path, type(value).__name__)
+    return True
+
+
+def _from_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = decode(tree["lightning"])
+    checkpoint["state_dict"] = decode(tree["model"])
+    if "optimizer" in tree:
+        checkpoint["optimizer_states"] = decode(tree["optimizer"])
+    return checkpoint
+
+
+def _load_foreign(path: Path) -> dict[str, Any]:
+    import torch
+
+    try:
+        loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        if type(error).__name__ != "UnpicklingError" and not isinstance(error, RuntimeError | ValueError | EOFError):
+            raise
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, or is damaged; it is not read, because reading it would "
+            "run what is in it. Load it with Lightning where you trust it, and save it again with this trainer"
+        ) from error
+    return loaded
+
+
+# -- which one, and where ---------------------------------------------------------------------------------------------
+
+
+def _checkpoints_in(directory: Path) -> list[Path]:
+    """Return the checkpoints in a directory, newest first; damaged ones that still have a manifest included."""
+    found = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.name.startswith(".tmp-") or path.is_symlink() or not (path / MANIFEST_NAME).exists():
+            continue
+        found.append((_step(path), path.stat().st_mtime_ns, path))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _step(path: Path) -> int:
+    try:
+        return read_manifest(path).step
+    except CheckpointError:
+        return -1
+
+
+def _not_newer(paths: list[Path], than: Path) -> list[Path]:
+    step = _step(than)
+    return paths if step < 0 else [path for path in paths if _step(path) <= step]
+
+
+def _load_first(paths: list[Path], nothing: str) -> dict[str, Any]:
+    for number, path in enumerate(paths):
+        try:
+            checkpoint = read_checkpoint(path)
+        except DamagedCheckpointError as error:
+            log.warning("%s; looking for an older checkpoint", error)
+            continue
+        log.log(logging.WARNING if number else logging.INFO, "using %s (step %d)", path, checkpoint.step)
+        return _from_tree(checkpoint.tree)
+    raise CheckpointError(nothing)
+
+
+def _put_in_place(written: Path, target: Path) -> None:
+    """Give a finished checkpoint its name; one that had the name before goes only once the new one is there."""
+    aside = _aside(target)
+    if not os.path.lexists(target):
+        os.rename(written, target)
+    elif target.is_dir() and not target.is_symlink() and _exchange(written, target):
+        pass  # the old one is now in the temporary directory, and goes with it
+    else:
+        durable.remove(aside)
+        os.rename(written, aside)
+        durable.fsync_directory(target.parent)
+        durable.discard(target) if target.is_dir() and not target.is_symlink() else target.unlink()
+        os.rename(aside, target)
+    durable.fsync_directory(target.parent)
+    durable.remove(aside)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.new")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step, where the system can (Linux)."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    done = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return bool(done == 0)

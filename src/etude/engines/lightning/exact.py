@@ -1,0 +1,269 @@
+"""What makes a step of Lightning's a function of its place, its update exact, and a non-finite update impossible."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from etude.engines import guard
+from etude.engines.distributed import Group
+from etude.engines.sharding import local_tensor
+from etude.rng import STREAM_EVALUATE, STREAM_STEP, fold, seed_everything
+from etude.types import Loss, split_loss
+
+log = logging.getLogger("etude")
+
+SAVED = "etude"
+"""Our key in Lightning's checkpoints."""
+
+
+class ExactSteps(lightning.Callback):
+    """Seeds every batch by its place, divides by true weights, and stops before an update that is not finite.
+
+    A `training_step` may return a `Loss`: its sum is then divided by the weight of everything that the optimizer step
+    sees, over micro-batches and ranks. A plain mean stays as Lightning treats it.
+    """
+
+    def __init__(self) -> None:
+        self._weights: list[Any] = []
+        self._losses: list[Tensor] = []
+        self._window: list[tuple[int, int]] = []
+        """Epoch and number of the batches since the last update."""
+        self._stepped = False
+        self._nominal = 1.0
+        self._partial: dict[str, Any] | None = None
+        self._names: dict[Any, str] = {}
+        self._clips = False
+        """Whether gradients are looked at when they are clipped, which needs their norm anyway."""
+        self.takes_part = False
+        """Whether the trainer is ours, which serves batches by place."""
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """See whose trainer it is."""
+        self.takes_part = hasattr(trainer, "addressed")
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let `training_step` return a Loss."""
+        self._weights, self._losses, self._window, self._stepped = [], [], [], False
+        step: Any = getattr(pl_module, "training_step", None)
+        if self.takes_part and pl_module.automatic_optimization and not hasattr(step, "returns_losses"):
+
+            @functools.wraps(step)
+            def training_step(*args: Any, **kwargs: Any) -> Any:
+                return self._weigh(trainer, step(*args, **kwargs), args[0] if args else kwargs.get("batch"))
+
+            training_step.returns_losses = True  # type: ignore[attr-defined]
+            pl_module.training_step = training_step
+        self._clips = self.takes_part and self._guard_clipping(trainer, pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take up gradients that were saved in the middle of an accumulation."""
+        if not self.takes_part:
+            return
+        self._names = {parameter: name for name, parameter in pl_module.named_parameters()}
+        _finish_epoch(trainer)
+        sizes = [loader.batch_size for loader in trainer.addressed if loader.batch_size]
+        self._nominal = float(sizes[0]) if sizes else 1.0
+        if self._partial is None:
+            return
+        for name, parameter in pl_module.named_parameters():
+            if name in self._partial["gradients"]:
+                parameter.grad = self._partial["gradients"][name].to(parameter.device)
+        self._weights = list(self._partial["weights"])
+        self._window = [tuple(place) for place in self._partial["window"]]
+        self._partial = None
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave the module as it was."""
+        self._restore(trainer, pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the module as it was."""
+        self._restore(trainer, pl_module)
+
+    @staticmethod
+    def _restore(trainer: Any, pl_module: Any) -> None:
+        if hasattr(vars(pl_module).get("training_step"), "returns_losses"):
+            del pl_module.training_step
+        vars(trainer.precision_plugin).pop("clip_grad_by_norm", None)
+
+    # -- seeds --------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Seed the generators by (seed, epoch, batch, rank)."""
+        if not self.takes_part:
+            return
+        if self._stepped:
+            self._window, self._stepped = [], False
+        epoch = trainer.fit_loop.epoch_progress.current.processed
+        self._window.append((epoch, batch_idx))
+        seed_everything(fold(trainer.root_seed, STREAM_STEP, epoch, batch_idx, trainer.global_rank))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note that a module that optimises by itself is done with its batch."""
+        self._stepped = self._stepped or not pl_module.automatic_optimization
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Evaluate on a random stream of its own."""
+        if not self.takes_part:
+            return
+        place = (dataloader_idx, batch_idx, trainer.global_rank)
+        seed_everything(fold(trainer.root_seed, STREAM_EVALUATE, *place))
+
+    def on_test_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Test on a random stream of its own."""
+        if not self.takes_part:
+            return
+        place = (dataloader_idx, batch_idx, trainer.global_rank)
+        seed_everything(fold(trainer.root_seed, STREAM_EVALUATE, *place, 1))
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    def _weigh(self, trainer: Any, output: Any, batch: Any) -> Any:
+        """Turn a Loss into the tensor that Lightning differentiates, and remember its weight."""
+        inner = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(inner, Loss):
+            return output
+        total, _, weight, _ = split_loss(inner, batch)
+        if trainer.accumulate_grad_batches == 1 and trainer.world_size == 1:
+            scaled = total / weight if float(weight) else total * 0.0
+        else:
+            self._weights.append(float(weight))
+            # Lightning divides by the number of micro-batches; the true weight is known only after the last of them.
+            scaled = total * (trainer.accumulate_grad_batches / self._nominal)
+        return {**output, "loss": scaled} if isinstance(output, Mapping) else scaled
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """Remember the loss; it is read once all micro-batches are through."""
+        if not self.takes_part:
+            return
+        self._losses.append(loss.detach())
+
+    # -- update -------------------------------------------------------------------------------------------------
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+        """Divide the gradients by the weight of the whole step, and stop if anything is not finite."""
+        if not self.takes_part:
+            return
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        looks = not self._clips or bool(self._weights)
+        grads = [local_tensor(p.grad) for p in params if p.grad is not None] if looks else []
+        size = _size(grads)
+        loss = math.fsum(value.item() for value in self._losses) if len(self._losses) > 1 else _only(self._losses)
+        weight, weighs = math.fsum(self._weights), bool(self._weights)
+        bad = float(not math.isfinite(size + loss + weight))
+        if trainer.world_size > 1:
+            weight, bad = self._group(trainer).sum([weight, bad])
+        if bad and not _may_overflow(trainer):
+            self._stop(trainer, params)
+        if weighs and grads:
+            torch._foreach_mul_(grads, self._nominal * trainer.world_size / weight if weight else 0.0)
+        self._weights, self._losses, self._stepped = [], [], True
+
+    def _guard_clipping(self, trainer: Any, pl_module: Any) -> bool:
+        """Look at gradients where Lightning clips them by norm; tell whether it will."""
+        plugin = trainer.precision_plugin
+        by_norm = trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
+        own = is_overridden("configure_gradient_clipping", pl_module) or not pl_module.automatic_optimization
+        if not by_norm or own or type(plugin).clip_grad_by_norm is not Precision.clip_grad_by_norm:
+            return False
+
+        def clip(optimizer: Optimizer, clip_val: float) -> None:
+            params = list(plugin.main_params(optimizer))
+            norm = get_total_norm([p.grad for p in params if p.grad is not None])
+            if not math.isfinite(norm.item()) and not _may_overflow(trainer):
+                self._stop(trainer, params)
+            clip_grads_with_norm_(params, clip_val, norm)
+
+        plugin.clip_grad_by_norm = clip
+        return True
+
+    def _stop(self, trainer: Any, params: list[Any]) -> None:
+        losses = [value.item() for value in self._losses]
+        finding = guard.check_losses(losses) or guard.check_gradients(self._names, params)
+        ids = [sample for loader in trainer.addressed for place in self._window for sample in loader.ids(*place)]
+        guard.stop(self._group(trainer), trainer.global_step, finding, ids)
+
+    @staticmethod
+    def _group(trainer: Any) -> Group:
+        return Group(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Save the seed, and gradients if the checkpoint falls into the middle of an accumulation."""
+        if not self.takes_part:
+            return
+        saved: dict[str, Any] = {"seed": trainer.root_seed, "world": trainer.world_size}
+        if pl_module.automatic_optimization and self._window and not self._stepped:
+            if trainer.world_size > 1:
+                log.warning("saved in the middle of an accumulation over several ranks: a resume from here is inexact")
+            saved["partial"] = {
+                "gradients": {n: p.grad for n, p in pl_module.named_parameters() if p.grad is not None},
+                "weights": self._weights,
+                "window": [list(place) for place in self._window],
+            }
+        checkpoint[SAVED] = saved
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take up the seed unless another was asked for, and say what cannot be exact."""
+        if not self.takes_part:
+            return
+        saved = checkpoint.get(SAVED)
+        if saved is None:
+            log.warning("the checkpoint was not written by Etude: training goes on, but not as it would have")
+            return
+        trainer.resume_seed(saved["seed"])
+        if saved["world"] != trainer.world_size:
+            log.warning("resuming with %d ranks instead of %d: not bit for bit", trainer.world_size, saved["world"])
+        self._partial = saved.get("partial")
+
+
+def _finish_epoch(trainer: Any) -> None:
+    """Begin the next epoch at its first batch when a checkpoint was saved after the last batch of a stream.
+
+    Lightning does so only for loaders that have a length, and would go on counting where the last epoch ended.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    if loop.restarted_on_train_batch_end and progress.is_last_batch and trainer.num_training_batches == math.inf:
+        progress.is_last_batch = False
+        progress.current.completed = -1  # Lightning is about to count the last batch as completed
+
+
+def _size(grads: list[Tensor]) -> float:
+    """Return a number that is finite if and only if every gradient is."""
+    if not grads:
+        return 0.0
+    norms = torch._foreach_norm(grads)
+    if grads[0].device.type == "cpu":
+        return math.fsum(norm.item() for norm in norms)  # on a CPU reading is cheaper than another kernel
+    return float(torch.stack(norms).sum())
+
+
+def _only(losses: list[Tensor]) -> float:
+    return float(losses[0]) if losses else 0.0
+
+
+def _may_overflow(trainer: Any) -> bool:
+    """Tell whether a loss scale will skip the update and try a smaller one; below 1 the numbers are at fault."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler is not None and scaler.get_scale() >= 1.0

@@ -1,0 +1,122 @@
+"""The harness: collects experience with a sampler and turns it into batches for an algorithm."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from etude.errors import EtudeError, RolloutError
+from etude.rng import fold
+from etude.rollouts.graph import Graph, Sampler
+
+log = logging.getLogger("etude")
+
+
+class Solver(ABC):
+    """An algorithm on rollouts: flattens trees into samples, collates samples, makes a loss of a batch."""
+
+    def __init__(self, system: Any) -> None:
+        self.system = system
+
+    @abstractmethod
+    def flatten(self, graph: Graph) -> Sequence[Any]:
+        """Return the samples of one tree."""
+
+    @staticmethod
+    @abstractmethod
+    def collate_fn(steps: Sequence[Any]) -> Any:
+        """Make a batch of samples."""
+
+    @abstractmethod
+    def step(self, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
+        """Return the mean loss of a batch, and what is worth logging."""
+
+
+class Harness:
+    """Makes experience: so many rollouts, flattened, shuffled and cut into batches."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        algorithm: Any,
+        num_episodes_per_experience: int = 32,
+        *,
+        batch_size: int = 16,
+        shuffle: bool = True,
+        on_error: Literal["skip", "stop"] = "skip",
+    ) -> None:
+        """Join sampler and algorithm.
+
+        Args:
+            sampler: Makes the rollouts.
+            algorithm: Has `flatten`, `collate_fn` and `step`.
+            num_episodes_per_experience: Rollouts per experience.
+            batch_size: Samples per batch; the last batch of an experience may be smaller.
+            shuffle: Mix the samples of an experience.
+            on_error: Whether a rollout that fails is left out, or ends the run. One that all fail in ends it anyway.
+        """
+        self.sampler, self.algorithm = sampler, algorithm
+        self.num_episodes_per_experience, self.batch_size = num_episodes_per_experience, batch_size
+        self.shuffle, self.on_error = shuffle, on_error
+        self.failures = 0
+        """Rollouts of the last experience that failed."""
+        self.graphs: list[Graph] = []
+        """The rollouts of the last experience."""
+
+    def experience(
+        self,
+        seed: int | None = None,
+        share: tuple[int, int] = (0, 1),
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+    ) -> Iterator[Any]:
+        """Collect rollouts with the policy as it is, and return batches of them.
+
+        Args:
+            seed: Decides everything random; None draws one.
+            share: (rank, world): which part of the episodes to collect here.
+            collate: Makes a batch of samples; the algorithm's `collate_fn` unless given.
+        """
+        collate = collate or self.algorithm.collate_fn
+        seed = int(np.random.randint(2**31)) if seed is None else seed
+        rank, world = share
+        seeds = [fold(seed, episode) >> 1 for episode in range(rank, self.num_episodes_per_experience, world)]
+        self.graphs = self._collect(seeds)
+        samples = [sample for graph in self.graphs for sample in self.algorithm.flatten(graph)]
+        if self.shuffle:
+            order = np.random.Generator(np.random.Philox(fold(seed, rank, len(samples)))).permutation(len(samples))
+            samples = [samples[index] for index in order]
+        for first in range(0, len(samples), self.batch_size):
+            yield collate(samples[first : first + self.batch_size])
+
+    def _collect(self, seeds: Sequence[int]) -> list[Graph]:
+        self.failures = 0
+        try:
+            return self.sampler.rollouts(seeds)
+        except Exception as error:
+            if self.on_error == "stop" or isinstance(error, EtudeError):
+                raise
+            # One of them fails: go one by one, and leave out the one that does.
+            log.warning("a rollout failed (%s: %s); collecting one by one", type(error).__name__, error)
+        graphs = []
+        for seed in seeds:
+            try:
+                graphs.append(self.sampler.rollout(seed))
+            except Exception as error:  # noqa: BLE001 - a rollout runs code of the user's, which may fail in any way
+                self.failures += 1
+                reason = error
+        if seeds and not graphs:
+            raise RolloutError(f"all {len(seeds)} rollouts failed; the last with {type(reason).__name__}: {reason}")
+        return graphs
+
+    def step(self, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
+        """Return the loss of a batch and what is worth logging."""
+        found = self.algorithm.step(batch)
+        if not (isinstance(found, tuple) and len(found) == 2):
+            raise TypeError(f"{type(self.algorithm).__name__}.step must return (loss, logs)")
+        loss, logs = found
+        return loss, logs or {}

@@ -1,0 +1,89 @@
+"""Measure the reward on tasks that are not trained on, every so often."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from etude.callbacks import Callback
+from etude.duration import Duration, Progress
+from etude.errors import ConfigError, RolloutError
+from etude.rng import STREAM_EVALUATE, fold
+from etude.rollouts.text import TextRollouts, as_mapping
+
+if TYPE_CHECKING:
+    from etude.trainer import Trainer
+
+
+class EvaluateRewards(Callback):
+    """Draw completions of held-out tasks every so often and at the end; logged as eval/reward.
+
+    With `training.best_metric: eval/reward` and `training.best_mode: max` the best checkpoint earns the most.
+
+    Args:
+        tasks: The tasks, as `data.params.tasks` takes them.
+        reward: From (task, completion) to a reward, or its registered name; None asks the tasks.
+        every: How often, such as 50 or "5 min".
+        limit: Tasks at most; None takes all.
+        completions: Completions of each task.
+        max_new_tokens: Tokens of a completion at most; the training data's unless given.
+        greedy: Take the likeliest token every time; needs no more than one completion.
+    """
+
+    def __init__(
+        self,
+        tasks: Any,
+        reward: Any = None,
+        every: int | str = 50,
+        limit: int | None = None,
+        completions: int = 1,
+        max_new_tokens: int | None = None,
+        greedy: bool = True,
+    ) -> None:
+        self.every, self.limit = Duration.parse(every), limit
+        self._given = {"tasks": tasks, "reward": reward, "group_size": completions}
+        self._max_new_tokens, self._greedy = max_new_tokens, greedy
+        self.measures = ("eval/reward",)
+        self._before = Progress()
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Draw as the training data does, but for what is given."""
+        data: Any = trainer.data
+        if not isinstance(data, TextRollouts):
+            raise ConfigError("evaluate_rewards goes with data of type rollouts")
+        self._rollouts = TextRollouts(
+            **self._given, chat=data.chat, conversation=data.conversation, max_turns=data.max_turns
+        )
+        sampling = replace(data.sampling, greedy=self._greedy)
+        if self._max_new_tokens is not None:
+            sampling = replace(sampling, max_new_tokens=self._max_new_tokens)
+        self._rollouts.sampling = sampling
+        self._before = trainer.progress
+
+    def on_step_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Evaluate when it is due, and after the last step."""
+        before, self._before = self._before, trainer.progress
+        if self.every.due(before, self._before) or trainer.session.finished:
+            trainer.session.measure(lambda: self._evaluate(trainer))
+
+    def _evaluate(self, trainer: Trainer) -> Mapping[str, float]:
+        if trainer.rank != 0:
+            return {}
+        drawn = self._rollouts
+        count = min(len(drawn.tasks), self.limit or len(drawn.tasks))
+        tasks = [drawn.tasks[index] for index in range(count)]
+        seed = fold(trainer.config.seed, STREAM_EVALUATE)
+        rollouts = drawn.draw(trainer.policy, range(count), seed, tasks)
+        drawn.reward(rollouts)
+        good = [rollout for rollout in rollouts if rollout.reward is not None]
+        if not good:
+            raise RolloutError(f"all {len(rollouts)} rollouts of an evaluation failed; the first: {rollouts[0].error}")
+        if trainer.run is not None:
+            path = trainer.run.dir / "evaluation" / f"step-{trainer.progress.step:08d}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(json.dumps(as_mapping(rollout)) + "\n" for rollout in rollouts))
+        names = sorted({name for rollout in good for name in rollout.scores})
+        found = {"reward": sum(rollout.reward for rollout in good) / len(good)}
+        return found | {f"eval/{name}": sum(r.scores.get(name, 0.0) for r in good) / len(good) for name in names}

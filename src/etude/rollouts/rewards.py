@@ -1,0 +1,130 @@
+"""Reward functions of the user's, run so that none of them can stop or hang a run by surprise."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from etude.errors import RolloutError
+from etude.rollouts.tasks import Task
+
+RewardFunction = Callable[[Task, str], float | Mapping[str, float]]
+"""From a task and a completion to a reward, or to a mapping with `reward` and other scores to log."""
+
+MOST_HUNG = 8
+"""Calls that may hang (each keeps a thread) before the run ends."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a reward function made of one completion."""
+
+    reward: float | None
+    """None if it failed."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Rewards:
+    """Calls a reward function on completions, each within a time limit.
+
+    Args:
+        function: The reward function.
+        timeout_s: Seconds that one call may take; None calls it in place, with no limit.
+        on_error: What to do when it raises, returns no finite number, or takes too long: drop that rollout, or stop.
+    """
+
+    def __init__(
+        self, function: RewardFunction, timeout_s: float | None = 10.0, on_error: Literal["drop", "stop"] = "drop"
+    ) -> None:
+        self.function, self.timeout_s, self.on_error = function, timeout_s, on_error
+        self._hung = 0
+
+    def __call__(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[Outcome]:
+        """Return an outcome for each completion."""
+        items = list(zip(tasks, texts, strict=True))
+        if self.timeout_s is None:
+            outcomes = [self._judge(*item) for item in items]
+        else:
+            outcomes = self._watched(items, self.timeout_s)
+        if self.on_error == "stop":
+            for (task, text), outcome in zip(items, outcomes, strict=True):
+                if outcome.error is not None:
+                    raise RolloutError(f"the reward of task {task.id!r} failed on {text[:80]!r}: {outcome.error}")
+        return outcomes
+
+    def _judge(self, task: Task, text: str) -> Outcome:
+        try:
+            found: Any = self.function(task, text)
+            scores = dict(found) if isinstance(found, Mapping) else {"reward": found}
+            reward = float(scores.pop("reward"))
+            scores = {str(name): float(value) for name, value in scores.items()}
+        except KeyError as error:
+            return Outcome(None, error=f"it returned no {error}" if "reward" in str(error) else f"KeyError: {error}")
+        except Exception as error:  # noqa: BLE001 - it is the user's code, which may fail in any way
+            return Outcome(None, error=f"{type(error).__name__}: {error}")
+        if not math.isfinite(reward):
+            return Outcome(None, error=f"it returned {reward}")
+        return Outcome(reward, scores)
+
+    def _watched(self, items: Sequence[tuple[Task, str]], timeout_s: float) -> list[Outcome]:
+        """Work the items off in a thread; one that takes too long is given up together with its thread."""
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(items):
+            work = _Work(self._judge, items[len(outcomes) :])
+            work.start()
+            outcomes += work.wait(timeout_s)
+            if len(outcomes) < len(items):
+                outcomes.append(Outcome(None, error=f"it took longer than {timeout_s:g} s"))
+                self._hung += 1
+                if self._hung > MOST_HUNG:
+                    raise RolloutError(
+                        f"the reward function took longer than {timeout_s:g} s on {self._hung} rollouts; mend it, or "
+                        "give it more time with reward_timeout_s"
+                    )
+        return outcomes
+
+
+class _Work(threading.Thread):
+    """Judges items one after the other, until done or given up."""
+
+    def __init__(self, judge: Callable[[Task, str], Outcome], items: Sequence[tuple[Task, str]]) -> None:
+        super().__init__(daemon=True, name="etude-reward")
+        self._judge, self._items = judge, items
+        self._outcomes: list[Outcome] = []
+        self._began = time.monotonic()
+        self._given_up = False
+        self._changed = threading.Event()
+
+    def run(self) -> None:
+        for item in self._items:
+            self._began = time.monotonic()
+            outcome = self._judge(*item)
+            if self._given_up:
+                return
+            self._outcomes.append(outcome)
+        self._changed.set()
+
+    def wait(self, timeout_s: float) -> list[Outcome]:
+        """Return the outcomes: all of them, or those before an item that took too long."""
+        while True:
+            done, began = len(self._outcomes), self._began
+            if self._changed.wait(max(0.0, began + timeout_s - time.monotonic()) + 0.001):
+                return self._outcomes
+            if len(self._outcomes) == done and self._began == began and time.monotonic() - began >= timeout_s:
+                self._given_up = True
+                return self._outcomes[:done]
+
+
+def exact_match(task: Any, text: str) -> float:
+    """Return 1 if the completion is the answer, but for space around it."""
+    return float(text.strip() == str(task.answer).strip())
+
+
+def contains_answer(task: Any, text: str) -> float:
+    """Return 1 if the answer occurs in the completion."""
+    return float(str(task.answer).strip() in text)

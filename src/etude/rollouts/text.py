@@ -1,0 +1,316 @@
+"""Text rollouts as Data: each step draws completions of prompts with the policy as it is, rewards them, and trains.
+
+One step is one experience: `prompts_per_step` prompts with `group_size` completions each, over all ranks. Everything is
+a function of (seed, step, prompt, completion), so that a resumed run draws the same completions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import torch
+
+from etude.batches import Batch
+from etude.data.order import permutation
+from etude.errors import ConfigError, RolloutError
+from etude.policies.language.sampling import Sampling
+from etude.protocols import Place
+from etude.rng import STREAM_ROLLOUT, fold
+from etude.rollouts.conversation import Conversation, Rollout
+from etude.rollouts.rewards import RewardFunction, Rewards
+from etude.rollouts.sources import make_reward, make_tasks
+from etude.rollouts.tasks import Task
+from etude.trajectories import Trajectory
+from etude.types import DataSpec, Updates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from etude.trainer import Trainer
+
+
+class TextRollouts:
+    """Prompts, a reward and how to draw: where the batches of a language policy come from.
+
+    Args:
+        tasks: Prompts: a list of texts or of mappings with `prompt` and `answer`, the name of a source such as
+            `addition`, or `{type: name, params: {...}}`.
+        reward: From (task, completion) to a reward: a function or its registered name; None asks the source.
+        prompts_per_step: Prompts of one step, over all ranks.
+        group_size: Completions of each prompt.
+        max_new_tokens: Tokens of a completion at most.
+        temperature: Divides the logits; the algorithm takes it over unless it has one of its own.
+        top_p: Draw from the likeliest tokens that hold this much probability together.
+        top_k: Draw from this many likeliest tokens; 0 is all.
+        stop: Texts that end a completion.
+        chat: Put each prompt into the model's chat template as the user's message.
+        reward_timeout_s: Seconds that one call of the reward function may take; None for no limit.
+        on_reward_error: What to do when the reward function fails: drop that rollout, or stop.
+        conversation: Makes the partner of a conversation from a task; its turns give the reward.
+        max_turns: Turns of a conversation at most.
+        generator: Draws the completions instead of the policy; has `generate` (an endpoint, say).
+    """
+
+    spec: DataSpec | None = None
+
+    def __init__(
+        self,
+        tasks: Any,
+        reward: str | RewardFunction | None = None,
+        prompts_per_step: int = 4,
+        group_size: int = 8,
+        max_new_tokens: int = 32,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: list[str] | None = None,
+        chat: bool = False,
+        reward_timeout_s: float | None = 10.0,
+        on_reward_error: Literal["drop", "stop"] = "drop",
+        conversation: Callable[[Task], Conversation] | None = None,
+        max_turns: int = 4,
+        generator: Any = None,
+    ) -> None:
+        if prompts_per_step < 1 or group_size < 1 or max_turns < 1:
+            raise ConfigError("prompts_per_step, group_size and max_turns must be at least 1")
+        self.tasks: Sequence[Task] = make_tasks(tasks)
+        self.conversation, self.max_turns, self.generator, self.chat = conversation, max_turns, generator, chat
+        self.rewards = (
+            None
+            if conversation is not None and reward is None
+            else Rewards(make_reward(reward, self.tasks), reward_timeout_s, on_reward_error)
+        )
+        self.prompts_per_step, self.group_size = prompts_per_step, group_size
+        self.sampling = Sampling(max_new_tokens, temperature, top_p, top_k, tuple(stop or ()))
+        self.metrics: dict[str, tuple[float, float]] = {}
+        self.timings: dict[str, float] = {}
+        self.rollouts: list[Rollout] = []
+        """The rollouts of the last step, failed ones included."""
+
+    # ---- as Data -------------------------------------------------------------------------------------------------
+
+    def attach(self, trainer: Trainer) -> None:
+        """Learn who draws, and how advantages are made."""
+        self._trainer = trainer
+        algorithm = trainer.algorithm
+        if not hasattr(algorithm, "experience"):
+            raise ConfigError(
+                "text rollouts need an algorithm that learns from rewards, such as grpo; "
+                f"got {'none' if algorithm is None else type(algorithm).__name__}"
+            )
+        wanted = getattr(algorithm, "temperature", self.sampling.scale)
+        if wanted != self.sampling.scale:
+            raise ConfigError(
+                f"completions are drawn at temperature {self.sampling.scale:g} but the algorithm computes their "
+                f"log-probabilities at {wanted:g}; set both to the same"
+            )
+
+    def open(self, place: Place) -> None:
+        """Get ready to draw one rank's share."""
+        if self.prompts_per_step % place.world:
+            raise ConfigError(f"{self.prompts_per_step} prompts per step cannot be shared by {place.world} ranks")
+        self.place = place
+
+    def take(self, step: int) -> Updates:
+        """Draw, reward and prepare one step."""
+        policy: Any = self._trainer.policy
+        algorithm = self._trainer.algorithm
+        with self._timed("generate"):
+            self.rollouts = self.draw(policy, self._positions(step), fold(self.place.seed, STREAM_ROLLOUT, step))
+        with self._timed("reward"):
+            self.reward(self.rollouts)
+        if getattr(algorithm, "needs_greedy", False):
+            self._compare_with_greedy(policy, step)
+        good = [rollout for rollout in self.rollouts if rollout.reward is not None]
+        self._measure(good)
+        if not good:
+            reason = next((rollout.error for rollout in self.rollouts), None)
+            raise RolloutError(f"all {len(self.rollouts)} rollouts of step {step} failed; the first: {reason}")
+        with self._timed("prepare"):
+            batch = as_batch(good, policy.pad_token_id)
+            batch = algorithm.experience(policy, batch, rows=self.place.batch_size)
+            return Updates(list(self._groups(batch, step, algorithm)))
+
+    def ids(self, step: int) -> Sequence[Any]:
+        """Name the tasks of a step."""
+        return [[self._task(position).id for position in self._positions(step)]]
+
+    def epochs(self, step: int) -> float:
+        """Return how often every task has been seen."""
+        return step * self.prompts_per_step / len(self.tasks)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    # ---- drawing -------------------------------------------------------------------------------------------------
+
+    def _positions(self, step: int) -> list[int]:
+        first = step * self.prompts_per_step
+        return list(range(first + self.place.rank, first + self.prompts_per_step, self.place.world))
+
+    def _task(self, position: int) -> Task:
+        epoch, index = divmod(position, len(self.tasks))
+        if self.place.shuffle:
+            index = int(permutation(len(self.tasks), self.place.seed, epoch)[index])
+        return self.tasks[index]
+
+    def draw(self, policy: Any, positions: Sequence[int], seed: int, tasks: Sequence[Task] | None = None) -> list[Any]:
+        """Return rollouts of the tasks at some positions, without rewards unless a conversation gives them."""
+        tasks = [self._task(position) for position in positions] if tasks is None else tasks
+        prompts = [self._encode(policy, task) for task in tasks]
+        keys = [fold(seed, position) >> 1 for position in positions]
+        drawn = self._generate(policy, prompts, self.group_size, keys)
+        rollouts = []
+        for task, prompt, key, position, completions in zip(tasks, prompts, keys, positions, drawn, strict=True):
+            for index, completion in enumerate(completions):
+                zeros = [0] * len(prompt)
+                rollout = Rollout(
+                    task, fold(key, index), list(prompt), zeros, [0.0] * len(prompt), str(position), index
+                )
+                rollout.add(completion)
+                rollouts.append(rollout)
+        if self.conversation is not None:
+            self._converse(policy, rollouts, self.conversation)
+        return rollouts
+
+    def _encode(self, policy: Any, task: Task) -> list[int]:
+        if self.chat:
+            tokens: list[int] = policy.encode_chat([{"role": "user", "content": task.prompt}])
+        else:
+            tokens = policy.encode(task.prompt)
+        if not tokens:
+            raise ConfigError(f"the prompt of task {task.id!r} is empty")
+        return tokens
+
+    def _generate(self, policy: Any, prompts: Sequence[Any], n: int, keys: Sequence[int]) -> list[list[Any]]:
+        maker = self.generator if self.generator is not None else policy
+        drawn: list[list[Any]] = maker.generate(prompts, self.sampling, n=n, keys=keys)
+        return drawn
+
+    def _converse(self, policy: Any, rollouts: list[Rollout], partner: Callable[[Task], Conversation]) -> None:
+        for rollout in rollouts:
+            rollout.partner, rollout.reward = partner(rollout.task), 0.0
+        going = rollouts
+        for turn in range(1, self.max_turns + 1):
+            going = [rollout for rollout in going if self._answered(policy, rollout, last=turn == self.max_turns)]
+            if not going:
+                return
+            keys = [fold(rollout.key, turn) >> 1 for rollout in going]
+            drawn = self._generate(policy, [rollout.tokens for rollout in going], 1, keys)
+            for rollout, (completion,) in zip(going, drawn, strict=True):
+                rollout.add(completion)
+
+    def _answered(self, policy: Any, rollout: Rollout, *, last: bool) -> bool:
+        """Let the partner answer; return whether the conversation goes on."""
+        try:
+            turn = rollout.partner.respond(rollout.text)
+        except Exception as error:  # noqa: BLE001 - it is the user's code, which may fail in any way
+            rollout.reward, rollout.error = None, f"{type(error).__name__}: {error}"
+            return False
+        rollout.reward = (rollout.reward or 0.0) + float(turn.reward)
+        if turn.done or last:
+            return False
+        rollout.hear(policy.encode(turn.reply))
+        return True
+
+    def reward(self, rollouts: Sequence[Rollout]) -> None:
+        """Let the reward function judge rollouts; those it fails on are left without a reward."""
+        if self.rewards is None:
+            return
+        judged = [rollout for rollout in rollouts if rollout.error is None]
+        outcomes = self.rewards([rollout.task for rollout in judged], [rollout.text for rollout in judged])
+        for rollout, outcome in zip(judged, outcomes, strict=True):
+            failed = outcome.reward is None
+            rollout.reward = None if outcome.reward is None else (rollout.reward or 0.0) + outcome.reward
+            rollout.scores, rollout.error = dict(outcome.scores), outcome.error if failed else None
+
+    def _compare_with_greedy(self, policy: Any, step: int) -> None:
+        """Note what the greedy completion of each prompt earns; without it, a rollout cannot be compared."""
+        kept, size = self.sampling, self.group_size
+        self.sampling, self.group_size = replace(kept, greedy=True), 1
+        try:
+            with self._timed("generate"):
+                greedy = self.draw(policy, self._positions(step), 0)
+            with self._timed("reward"):
+                self.reward(greedy)
+        finally:
+            self.sampling, self.group_size = kept, size
+        found = {rollout.group: rollout for rollout in greedy}
+        for rollout in self.rollouts:
+            rollout.greedy_reward = found[rollout.group].reward
+            if rollout.greedy_reward is None:
+                rollout.reward, rollout.error = None, found[rollout.group].error
+
+    # ---- batches -------------------------------------------------------------------------------------------------
+
+    def _groups(self, batch: Batch, step: int, algorithm: Any) -> Iterator[list[Batch]]:
+        """Cut an experience into updates, and updates into micro-batches."""
+        updates, policy = getattr(algorithm, "minibatches", 1), cast(Any, self._trainer.policy)
+        for epoch in range(getattr(algorithm, "epochs", 1)):
+            rows = np.arange(len(batch))
+            if updates > 1:
+                rows = np.random.Generator(np.random.Philox(fold(self.place.seed, step, epoch))).permutation(rows)
+            for part in np.array_split(rows, updates):
+                # A rank whose rollouts failed has a row that weighs nothing for every update it is short of.
+                chosen = batch.select(part.tolist()) if len(part) else _weightless(batch)
+                yield [
+                    Batch.remove_redundant_right_padding(micro, policy.pad_token_id)
+                    for micro in chosen.split(self.place.batch_size)
+                ]
+
+    def _measure(self, good: Sequence[Rollout]) -> None:
+        total = len(self.rollouts)
+        found = {"rollout/failed": (1 - len(good) / max(1, total), float(total))}
+        if good:
+            count = float(len(good))
+            rewards = np.array([rollout.reward for rollout in good], dtype=np.float64)
+            found["reward"] = (float(rewards.mean()), count)
+            found["reward_std"] = (float(rewards.std()), count)
+            found["rollout/tokens"] = (float(np.mean([sum(rollout.loss_mask) for rollout in good])), count)
+            truncated = [rollout.finish_reason == "length" for rollout in good]
+            found["rollout/truncated"] = (float(np.mean(truncated)), count)
+            for name in sorted({name for rollout in good for name in rollout.scores}):
+                values = [rollout.scores[name] for rollout in good if name in rollout.scores]
+                found[f"score/{name}"] = (float(np.mean(values)), float(len(values)))
+        self.metrics = found
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - began
+
+
+def _weightless(batch: Batch) -> Batch:
+    row = batch.select([0])
+    row.values["loss_mask"] = torch.zeros_like(row.values["loss_mask"])
+    return row
+
+
+def as_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:
+    """Return rollouts as a batch of trajectories."""
+    known = all(rollout.logprobs is not None for rollout in rollouts)
+    trajectories = []
+    for rollout in rollouts:
+        extra: dict[str, Any] = {"group_id": rollout.group, "run_id": rollout.index, "task_id": rollout.task.id}
+        if known:
+            extra["logprobs"] = rollout.logprobs
+        if rollout.greedy_reward is not None:
+            extra["greedy_rewards"] = rollout.greedy_reward
+        trajectories.append(
+            Trajectory(rollout.tokens, rollout.loss_mask, float(rollout.reward or 0.0), extra_fields=extra)
+        )
+    return Batch.from_trajectories(trajectories, pad_token_id=pad_token_id)
+
+
+def as_mapping(rollout: Rollout) -> Mapping[str, Any]:
+    """Return what is worth reading of a rollout."""
+    return {
+        "task": rollout.task.id, "prompt": rollout.task.prompt, "text": rollout.text, "reward": rollout.reward,
+        "turns": rollout.turns, "finish_reason": rollout.finish_reason, "error": rollout.error, **rollout.scores,
+    }  # fmt: skip

@@ -1,0 +1,183 @@
+"""One probe per guarantee: makes real runs in real processes and returns what was found, or fails by assertion."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from etude.data.coerce import as_data
+from etude.errors import NonFiniteError
+from etude.protocols import Place
+from etude.runs.checkpoint import CheckpointStore
+from etude.runs.directory import Run
+from tests.contract.subjects import GLOBAL_BATCH, SETTINGS, BrokenData, SendSignal, Subject, train
+from tests.crash.harness import compare
+from tests.crash.workload import Noisy
+from tests.processes import kill, reap, run_ranks, spawn
+
+ALONE = Subject("torch")
+
+
+def launch(subject: Subject, run: Path, **options: Any) -> list[int]:
+    """Run a subject to its end and return the ranks' exit codes; what it says is kept beside the run."""
+    return run_ranks(partial(_child, subject, run, options), subject.ranks)
+
+
+def _child(subject: Subject, run: Path, options: dict[str, Any]) -> None:
+    sys.stdout = sys.stderr = run.with_suffix(".said").open("a", buffering=1)
+    logging.getLogger().addHandler(logging.StreamHandler())
+    train(subject, run, **options)
+
+
+def good(subject: Subject) -> list[int]:
+    """The exit codes of a run that ended well."""
+    return [0] * subject.ranks
+
+
+def last(run: Path) -> Any:
+    """The newest checkpoint of a run."""
+    return CheckpointStore(run / "checkpoints").load("last")
+
+
+def largest_difference(run: Path, other: Path, *parts: str) -> float:
+    """Return by how much the ends of two runs differ at most."""
+    ours, theirs = last(run), last(other)
+    assert ours.step == theirs.step
+    return max(
+        (ours.tree[part][name].double() - value.double()).abs().max().item()
+        for part in parts for name, value in theirs.tree[part].items() if isinstance(value, torch.Tensor)
+    )  # fmt: skip
+
+
+def parity(subject: Subject, folder: Path) -> str:
+    """Fifty steps with everything on give the weights of the torch engine in one process."""
+    assert launch(ALONE, folder / "alone") == [0]
+    assert launch(subject, folder / "run") == good(subject)
+    if subject.ranks == 1:
+        assert compare(folder / "run", folder / "alone") is None
+        return "bit for bit"
+    assert largest_difference(folder / "run", folder / "alone", "policy", "ema") < 1e-6
+    return "within 1e-6"
+
+
+def exact_resume(subject: Subject, folder: Path) -> str:
+    """Runs killed at random instants end as one that was left alone: weights, optimizer, averages, rates, metrics."""
+    began = time.perf_counter()
+    assert launch(subject, folder / "whole") == good(subject)
+    length_s, draw, killed = time.perf_counter() - began, random.Random(str(subject)), 0
+    for trial in range(3):
+        run = folder / f"killed-{trial}"
+        pids = spawn(partial(_child, subject, run, {}), subject.ranks)
+        time.sleep(draw.uniform(0.2, 0.8) * length_s)
+        kill(pids)
+        killed += -signal.SIGKILL in reap(pids)
+        assert launch(subject, run) == good(subject)
+        assert compare(run, folder / "whole") is None
+    # One for certain, after a step whose number is known.
+    assert launch(subject, folder / "sure", callbacks=[SendSignal(23, signal.SIGKILL)]).count(-signal.SIGKILL) > 0
+    assert launch(subject, folder / "sure") == good(subject)
+    assert compare(folder / "sure", folder / "whole") is None
+    return "bit for bit"
+
+
+def exact_accumulation(subject: Subject, folder: Path) -> str:
+    """Every split of one global batch, of samples with unequal weights, makes the same update."""
+    options = {"plain": True, "training_steps": 3, "precision": "float64", "evaluate_every": None}
+    whole = {"batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1}
+    assert launch(ALONE, folder / "whole", **options, **whole) == [0]
+    share = GLOBAL_BATCH // subject.ranks
+    for batch_size in (size for size in (8, 4, 2, 1) if size <= share):
+        run = folder / f"by-{batch_size}"
+        split = {"batch_size": batch_size, "gradient_accumulation_steps": share // batch_size}
+        assert launch(subject, run, **options, **split) == good(subject)
+        assert largest_difference(run, folder / "whole", "policy") < 1e-12
+    return "1e-12 in float64"
+
+
+def sample_of_step(step: int) -> int:
+    """Return a sample that is first used in a certain step."""
+    data = as_data(Noisy(37, augment=False))
+    data.open(Place(SETTINGS["seed"], batch_size=GLOBAL_BATCH))
+    return int(data.ids(step)[0][0])
+
+
+def finite_guard(subject: Subject, folder: Path) -> str:
+    """A sample that is not a number stops the run before the update, and the error says where."""
+    run, bad = folder / "run", sample_of_step(3)
+    codes = launch(subject, run, bad=bad, save_every=1)
+    assert codes == [NonFiniteError.exit_code] * subject.ranks
+    found = last(run)
+    assert all(torch.isfinite(value).all() for value in found.tree["policy"].values())
+    said = run.with_suffix(".said").read_text()
+    assert found.step == 3 and "step 3" in said, "three steps were good and saved; the one after them is named"
+    assert str(bad) in said.rpartition("samples")[2], "the bad sample is named"
+    assert Run(run).status()["state"] == "failed"
+    return "yes"
+
+
+def safe_checkpoints(subject: Subject, folder: Path) -> str:
+    """A damaged checkpoint is found, said, and the one before it used: the run ends as if nothing had happened."""
+    assert launch(subject, folder / "whole") == good(subject)
+    for damage in (_flip, _cut, _delete):
+        run = folder / damage.__name__.strip("_")
+        shutil.copytree(folder / "whole", run, symlinks=True)
+        store = CheckpointStore(run / "checkpoints")
+        for step in store.steps():
+            if step > 30:
+                shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+        damage(max((run / "checkpoints" / "step-00000030").glob("*.safetensors"), key=lambda path: path.stat().st_size))
+        assert launch(subject, run) == good(subject)
+        assert "step-00000030" in run.with_suffix(".said").read_text(), "nothing was said of the damaged checkpoint"
+        assert compare(run, folder / "whole") is None
+    return "yes"
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _delete(path: Path) -> None:
+    path.unlink()
+
+
+def full_length(subject: Subject, folder: Path) -> str:
+    """A run that is stopped or fails early never exits with 0; what it had is saved, and a second run completes it."""
+    run = folder / "stopped"
+    codes = launch(subject, run, callbacks=[SendSignal(12, signal.SIGTERM)])
+    assert codes == [128 + signal.SIGTERM] * subject.ranks
+    assert last(run).step == 13, "a signal after step 12 is heard in the next one, which is saved"
+    assert launch(subject, run) == good(subject)
+    assert last(run).step == 50
+    codes = launch(subject, folder / "failed", kind=BrokenData)
+    assert 0 not in codes
+    return "yes"
+
+
+GUARANTEES: dict[str, tuple[str, Callable[[Subject, Path], str]]] = {
+    "parity": ("same config, same seed: the weights of the torch engine in one process", parity),
+    "exact resume": ("killed anywhere, resumed: same weights, optimizer, EMA, LR and metrics", exact_resume),
+    "exact accumulation": ("any (micro, accumulate, world) split gives the same update", exact_accumulation),
+    "finite guard": ("NaN or infinity stops before the update and names step, rank and samples", finite_guard),
+    "safe checkpoints": ("hashed, renamed once; a damaged one is found and the previous one used", safe_checkpoints),
+    "full length": ("never exits 0 having trained fewer steps than asked", full_length),
+}
+"""What it means, and how it is probed."""
+
+EXCEPTIONS: dict[tuple[str, Subject], str] = {}
+"""Guarantees that a subject cannot keep, and why. Their probes must fail: an exception that is none is an error."""

@@ -1,0 +1,78 @@
+"""Who is under contract, and the run that each must make: every engine, alone and with two ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude import Callback, Trainer, TrainingConfiguration
+from tests.crash.workload import Net, Noisy, WeightedTrainer
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine with so many ranks."""
+
+    engine: str
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return self.engine if self.ranks == 1 else f"{self.engine} x {self.ranks}"
+
+
+ENGINES = ("torch", "huggingface", "lightning")
+SUBJECTS = [Subject(engine, ranks) for engine in ENGINES for ranks in (1, 2)]
+
+GLOBAL_BATCH = 8
+SETTINGS: dict[str, Any] = {
+    "training_steps": 50, "lr": 1e-2, "schedule": "cosine", "warmup_steps": 5, "clip_norm": 0.5, "ema_decay": 0.9,
+    "log_every": 7, "evaluate_every": 20, "save_every": 5, "keep_last": 100, "device": "cpu", "seed": 3,
+}  # fmt: skip
+"""With dropout, augmentation, accumulation, clipping, warm-up and averaged weights: everything that can go wrong."""
+
+
+def train(
+    subject: Subject, run: Path, *, kind: type[Trainer] = WeightedTrainer, callbacks: list[Callback] | None = None,
+    plain: bool = False, bad: int | None = None, **config: Any,
+) -> None:  # fmt: skip
+    """Train, or go on training, with one rank's share of the global batch; `plain` leaves randomness out."""
+    torch.set_num_threads(1)
+    data = Noisy(37, augment=not plain)
+    if bad is not None:
+        data.x[bad] = torch.nan
+    split = {"batch_size": 4, "gradient_accumulation_steps": GLOBAL_BATCH // 4 // subject.ranks}
+    trainer = kind(
+        Net(dropout=not plain), data, engine=subject.engine, run=run, loggers=[], callbacks=callbacks or [],
+        config=TrainingConfiguration(**{**SETTINGS, **split, **config}), eval_data=Noisy(11, augment=False),
+        show_progress=False,
+    )  # fmt: skip
+    result = trainer.fit()
+    assert result.steps == trainer.config.training_steps
+
+
+class SendSignal(Callback):
+    """Sends this process a signal after a step, when the checkpoint of an earlier one is safely there."""
+
+    def __init__(self, step: int, number: int) -> None:
+        self.step, self.number = step, number
+
+    def on_step_end(self, trainer: Trainer, metrics: Any) -> None:
+        """Send it once."""
+        if trainer.progress.step == self.step:
+            trainer.session.record.wait()
+            os.kill(os.getpid(), self.number)
+
+
+class BrokenData(WeightedTrainer):
+    """A trainer whose data cannot be read after some steps."""
+
+    def prepare_batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Fail at step 6."""
+        if self.progress.step == 6:
+            raise OSError("the disk has gone")
+        return batch

@@ -1,0 +1,54 @@
+"""Every engine keeps every guarantee, and the README says what was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract import table
+from tests.contract.probes import EXCEPTIONS, GUARANTEES
+from tests.contract.subjects import ENGINES, SUBJECTS, Subject
+
+FOUND: dict[tuple[str, Subject], str] = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _engines_are_imported_before_anything_is_forked() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("lightning")
+    import etude.engines.huggingface.engine
+    import etude.engines.lightning.engine  # noqa: F401
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", SUBJECTS, ids=str)
+@pytest.mark.parametrize("guarantee", GUARANTEES)
+def test_guarantee(guarantee: str, subject: Subject, tmp_path: Path) -> None:
+    probe = GUARANTEES[guarantee][1]
+    reason = EXCEPTIONS.get((guarantee, subject))
+    if reason is not None:
+        with pytest.raises(AssertionError):
+            probe(subject, tmp_path)
+        FOUND[guarantee, subject] = f"no: {reason}"
+    else:
+        FOUND[guarantee, subject] = probe(subject, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_readme_shows_what_was_found() -> None:
+    missing = [key for key in ((name, subject) for name in GUARANTEES for subject in SUBJECTS) if key not in FOUND]
+    if missing:
+        pytest.skip(f"{len(missing)} guarantees were not probed in this session, or failed")
+    assert table.shown() == table.render(FOUND), "run `python -m tests.contract --write`"
+
+
+def test_every_engine_is_under_contract() -> None:
+    from etude.registry import ENGINE_REGISTRY
+
+    assert sorted(ENGINES) == sorted(ENGINE_REGISTRY.keys())
+
+
+def test_the_readme_has_a_row_for_every_guarantee() -> None:
+    rows = table.shown().splitlines()[2:]
+    assert [row.split(" | ")[0].strip("| ") for row in rows] == list(GUARANTEES)

@@ -1,0 +1,130 @@
+"""`fit(ckpt_path=...)` goes on bit for bit, from wherever the checkpoint was written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+from tests.unit.engines.lightning.parts import Module, Net, Noisy, Weights, loader, make, same, saved, weights
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """Samples that can only be iterated."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (Noisy()[index] for index in range(22))
+
+
+LOADERS: dict[str, Any] = {
+    "shuffled": loader,
+    "two workers": lambda: loader(num_workers=2),
+    "stream": lambda: DataLoader(Stream(), batch_size=4),
+    "two loaders": lambda: {"a": loader(), "b": loader(size=8)},
+    "weighted": lambda: DataLoader(Noisy(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 22, 20)),
+}
+EVERY_STEP = {"every_n_train_steps": 1}
+
+
+def train(root: Path, data: str, save: dict[str, Any], checkpoint: Path | None = None, **options: Any) -> Weights:
+    """Train a LightningModule, with the global generators anywhere."""
+    module = Module()
+    torch.manual_seed(hash(str(checkpoint)) % 1000)
+    validation = DataLoader(Noisy(), batch_size=8) if options.pop("validates", False) else None
+    trainer = make(root, save, **options)
+    trainer.fit(module, LOADERS[data](), validation, ckpt_path=checkpoint)
+    assert trainer.global_step == 18 // options.get("accumulate_grad_batches", 1) or "limit_train_batches" in options
+    return weights(module)
+
+
+def count_exact(root: Path, data: str, save: dict[str, Any], points: int, **options: Any) -> tuple[int, int]:
+    """Return how many resume points lead to the weights of the run that was never stopped."""
+    whole = train(root / "whole", data, save, **options)
+    every = saved(root / "whole")
+    chosen = every if len(every) <= points else [every[i * len(every) // points] for i in range(points)]
+    exact = 0
+    for number, checkpoint in enumerate(chosen):
+        exact += same(whole, train(root / str(number), data, save, checkpoint, **options))
+        shutil.rmtree(root / str(number), ignore_errors=True)
+    return exact, len(chosen)
+
+
+@pytest.mark.slow
+def test_nine_resume_points_in_the_middle_of_epochs_are_exact(tmp_path: Path) -> None:
+    assert count_exact(tmp_path, "shuffled", EVERY_STEP, 9) == (9, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["two workers", "stream", "two loaders"])
+def test_ready_made_loaders_of_any_kind_resume_exactly(tmp_path: Path, data: str) -> None:
+    exact, points = count_exact(tmp_path, data, EVERY_STEP, 4)
+    assert exact == points == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "save, options",
+    [
+        ({"every_n_epochs": 1, "save_on_train_epoch_end": True}, {"validates": True}),
+        ({}, {"validates": True, "val_check_interval": 2}),
+        ({}, {"validates": True, "val_check_interval": 3, "check_val_every_n_epoch": None}),
+        (EVERY_STEP, {"limit_train_batches": 3}),
+        (EVERY_STEP, {"accumulate_grad_batches": 3}),
+    ],
+)
+def test_checkpoints_of_every_cadence_resume_exactly(
+    tmp_path: Path, save: dict[str, Any], options: dict[str, Any]
+) -> None:
+    exact, points = count_exact(tmp_path, "shuffled", save, 3, **options)
+    assert exact == points == 3
+
+
+@pytest.mark.slow
+def test_a_checkpoint_inside_an_accumulation_keeps_its_gradients(tmp_path: Path) -> None:
+    options = {"validates": True, "accumulate_grad_batches": 3, "val_check_interval": 2}
+    exact, points = count_exact(tmp_path, "shuffled", {}, 6, **options)
+    assert exact == points >= 3
+
+
+@pytest.mark.slow
+def test_a_plain_policy_resumes_from_the_directory_of_checkpoints(tmp_path: Path) -> None:
+    whole = Net()
+    make(tmp_path / "a", {"every_n_train_steps": 5}).fit(whole, loader())
+    resumed = Net()
+    make(tmp_path / "b").fit(resumed, loader(), ckpt_path=tmp_path / "a" / "saved")
+    assert same(weights(whole), weights(resumed))
+
+
+@pytest.mark.slow
+def test_the_seed_decides_and_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for seed in (1, 1, 2):
+        policy = Net()
+        make(tmp_path / str(len(found)), EVERY_STEP, seed=seed, max_epochs=1).fit(policy, loader())
+        found.append(weights(policy))
+    assert same(found[0], found[1]) and not same(found[0], found[2])
+    half = tmp_path / "2" / "saved" / "epoch=0-step=3.ckpt"
+    policy = Net()
+    make(tmp_path / "r", max_epochs=1).fit(policy, loader(), ckpt_path=half)
+    assert same(found[2], weights(policy))
+    make(tmp_path / "s", max_epochs=1, seed=9).fit(Net(), loader(), ckpt_path=half)
+    assert "resuming with seed 9 instead of 2" in caplog.text
+    monkeypatch.setenv("PL_GLOBAL_SEED", "2")
+    policy = Net()
+    make(tmp_path / "e", max_epochs=1).fit(policy, loader())
+    assert same(found[2], weights(policy))
+
+
+@pytest.mark.slow
+def test_validation_does_not_disturb_training(tmp_path: Path) -> None:
+    alone = train(tmp_path / "a", "shuffled", EVERY_STEP)
+    validated = train(tmp_path / "b", "shuffled", EVERY_STEP, validates=True, val_check_interval=2)
+    assert same(alone, validated)

@@ -1,0 +1,140 @@
+"""Reward functions of the user's may raise, return nonsense or hang: the rollout is dropped, or the run stops."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from etude.errors import ConfigError, DataError, RolloutError
+from etude.rollouts.rewards import MOST_HUNG, Rewards, contains_answer, exact_match
+from etude.rollouts.sources import make_reward, make_tasks
+from etude.rollouts.tasks import Addition, Digits, PromptFile, Prompts, Task
+
+TASKS = [Task("a", "1", "a"), Task("b", "2", "b"), Task("c", "3", "c")]
+
+
+def judge(function: Any, timeout_s: float | None = 5.0, **options: Any) -> list[Any]:
+    return Rewards(function, timeout_s, **options)(TASKS, ["1", "x", "3"])
+
+
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+def test_each_completion_gets_its_reward_and_scores(timeout_s: float | None) -> None:
+    found = judge(lambda task, text: {"reward": task.answer == text, "length": len(text)}, timeout_s)
+    assert [outcome.reward for outcome in found] == [1.0, 0.0, 1.0]
+    assert all(outcome.scores == {"length": 1.0} and outcome.error is None for outcome in found)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+@pytest.mark.parametrize(
+    "result, error",
+    [
+        (math.nan, "it returned nan"),
+        (math.inf, "it returned inf"),
+        ("much", "could not convert"),
+        (None, "TypeError"),
+        ({"score": 1.0}, "it returned no 'reward'"),
+        (ZeroDivisionError("by nought"), "ZeroDivisionError: by nought"),
+        (KeyError("answer"), "KeyError: 'answer'"),
+    ],
+    ids=str,
+)
+def test_what_fails_is_dropped_and_the_rest_kept(result: Any, error: str, timeout_s: float | None) -> None:
+    def reward(task: Task, text: str) -> Any:
+        if task.id != "b":
+            return 1.0
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    found = judge(reward, timeout_s)
+    assert [outcome.reward for outcome in found] == [1.0, None, 1.0]
+    assert error in found[1].error
+    with pytest.raises(RolloutError, match="the reward of task 'b' failed on 'x'"):
+        judge(reward, timeout_s, on_error="stop")
+
+
+def test_one_that_hangs_is_given_up_and_the_next_ones_still_judged() -> None:
+    never = threading.Event()
+
+    def reward(task: Task, text: str) -> float:
+        if task.id == "b":
+            never.wait(60)
+        return 1.0
+
+    began = time.monotonic()
+    found = judge(reward, 0.2)
+    assert time.monotonic() - began < 10
+    assert [outcome.reward for outcome in found] == [1.0, None, 1.0]
+    assert found[1].error == "it took longer than 0.2 s"
+    never.set()
+
+
+def test_many_that_hang_end_the_run() -> None:
+    never = threading.Event()
+    rewards = Rewards(lambda task, text: float(never.wait(60)), 0.01)
+    with pytest.raises(RolloutError, match=r"took longer than 0\.01 s on 9 rollouts"):
+        rewards([TASKS[0]] * (MOST_HUNG + 2), ["x"] * (MOST_HUNG + 2))
+    never.set()
+
+
+def test_a_slow_but_good_function_is_not_given_up() -> None:
+    def reward(task: Task, text: str) -> float:
+        time.sleep(0.05)
+        return 1.0
+
+    assert [outcome.reward for outcome in judge(reward, 1.0)] == [1.0] * 3
+
+
+def test_ready_made_rewards() -> None:
+    assert [exact_match(TASKS[0], text) for text in (" 1\n", "11")] == [1.0, 0.0]
+    assert [contains_answer(TASKS[0], text) for text in ("it is 1.", "no")] == [1.0, 0.0]
+
+
+def test_prompts_come_from_lists_files_and_names(tmp_path: Any) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "2+2=", "answer": "4", "level": 3}\nplain text\n\n"quoted"\n')
+    assert [task.prompt for task in PromptFile(path)] == ["2+2=", "plain text", "quoted"]
+    assert PromptFile(path)[0] == Task("2+2=", "4", "0", {"level": 3})
+    path.write_text('{"prompt": \n')
+    with pytest.raises(DataError, match="line 1"):
+        PromptFile(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        PromptFile(tmp_path / "none")
+    assert isinstance(make_tasks(["a", "b"]), Prompts)
+    assert len(make_tasks({"type": "addition", "params": {"size": 7}})) == 7
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'sise'"):
+        make_tasks({"type": "addition", "params": {"sise": 7}})
+    with pytest.raises(ConfigError, match="did you mean 'addition'"):
+        make_tasks("additon")
+    with pytest.raises(ConfigError, match="no key 'parms'"):
+        make_tasks({"type": "addition", "parms": {}})
+    with pytest.raises(ConfigError, match="no reward of their own"):
+        make_reward(None, Prompts(["a"]))
+    with pytest.raises(DataError, match="prompt 1"):
+        Prompts(["a", 3])  # type: ignore[list-item]
+
+
+def test_sums_are_scored_for_form_and_for_truth() -> None:
+    tasks = Addition(low=2, high=5, size=20)
+    assert {task.id for task in tasks} == {task.id for task in Addition(low=2, high=5, size=20)}
+    task = tasks[3]
+    right = task.answer
+    assert tasks.score(task, f" {right}\n")["reward"] == 1.0
+    assert tasks.score(task, f"{int(right) + 1}")["reward"] == 0.5
+    assert tasks.score(task, "perhaps")["reward"] == 0.0
+    assert Digits().score(task, "12a4") == 0.75
+    assert Digits().score(task, "") == 0.0
+
+
+def test_reasoning_gym_verifies_its_own_answers() -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (extra: llm)")
+    tasks = make_tasks({"type": "reasoning_gym", "params": {"name": "basic_arithmetic", "size": 5, "seed": 3}})
+    task = tasks[2]
+    assert tasks.score(task, f" {task.answer}\nand so on") == 1.0  # type: ignore[attr-defined]
+    assert tasks.score(task, "") < 1.0  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="reasoning-gym cannot make"):
+        make_tasks({"type": "reasoning_gym", "params": {"name": "no_such_task"}})

@@ -1,0 +1,223 @@
+"""Text rollouts: drawn by the policy as it is, rewarded, trained on; exact when resumed, whole groups on every rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed (extra: llm)")
+
+from etude import Callback, Trainer, TrainingConfiguration
+from etude.algorithms.grpo import GRPO
+from etude.algorithms.ppo import PPO
+from etude.algorithms.reinforce import RLOO, ReMax
+from etude.errors import ConfigError, RolloutError
+from etude.policies.language import LanguageModel
+from etude.rollouts.conversation import Turn
+from etude.rollouts.tasks import Task
+from etude.rollouts.text import TextRollouts
+from tests.crash.harness import compare
+from tests.processes import reap, run_ranks, spawn
+
+
+def make(
+    run: Any = False, algorithm: Any = None, callbacks: Any = (), value_head: bool = False, data: Any = None,
+    **config: Any,
+) -> Trainer:  # fmt: skip
+    torch.set_num_threads(1)
+    policy = LanguageModel.tiny(seed=0, value_head=value_head)
+    data = data or TextRollouts("digits", prompts_per_step=4, group_size=4, max_new_tokens=8)
+    settings = {"lr": 3e-3, "batch_size": 8, "training_steps": 6, "log_every": 1, "ema_decay": 0.9}
+    return Trainer(
+        policy, data, algorithm or GRPO(), config=TrainingConfiguration(**{**settings, **config}), run=run, loggers=[],
+        callbacks=callbacks, show_progress=False,
+    )  # fmt: skip
+
+
+class Notes(Callback):
+    """Keeps what was logged."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_log(self, trainer: Trainer, step: int, metrics: Any) -> None:
+        self.rows.append(dict(metrics))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [GRPO(), RLOO(), PPO(epochs=2, minibatches=2)], ids=lambda a: type(a).__name__)
+def test_a_tiny_model_learns_to_say_digits(algorithm: Any) -> None:
+    notes = Notes()
+    make(algorithm=algorithm, callbacks=[notes], value_head=isinstance(algorithm, PPO), training_steps=40).fit()
+    assert notes.rows[0]["train/reward"] < 0.4
+    assert sum(row["train/reward"] for row in notes.rows[-5:]) / 5 > 0.75
+
+
+def test_a_step_counts_where_its_time_went_and_what_came_of_it() -> None:
+    notes = Notes()
+    make(callbacks=[notes], training_steps=1).fit()
+    (row,) = notes.rows
+    assert row["train/rollout/failed"] == 0
+    assert 0 < row["train/rollout/tokens"] <= 8
+    assert {"time/generate_ms", "time/reward_ms", "time/prepare_ms"} <= row.keys()
+
+
+def test_epochs_and_minibatches_make_several_updates_of_one_experience() -> None:
+    trainer = make(algorithm=GRPO(epochs=2, minibatches=4), training_steps=1)
+    trainer.fit()
+    updates = trainer.data.take(0)
+    assert len(updates) == 8
+    assert [sum(len(micro) for micro in group) for group in updates] == [4] * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [GRPO(kl_coef=0.1), PPO(epochs=2, minibatches=2)], ids=lambda a: type(a).__name__)
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, algorithm: Any) -> None:
+    class Dies(Callback):
+        def on_step_end(self, trainer: Trainer, metrics: Any) -> None:
+            if trainer.progress.step == 4:
+                trainer.session.record.wait()
+                os.kill(os.getpid(), 9)
+
+    def train(name: str, callbacks: Any = ()) -> None:
+        head = isinstance(algorithm, PPO)
+        make(tmp_path / name, algorithm, callbacks, head, save_every=1, keep_last=20).fit()
+
+    train("whole")
+    assert reap(spawn(lambda: train("killed", [Dies()]))) == [-9]
+    train("killed")
+    assert compare(tmp_path / "killed", tmp_path / "whole") is None
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_what_one_process_draws(tmp_path: Path) -> None:
+    make(tmp_path / "alone", batch_size=16, training_steps=3, optimizer="sgd").fit()
+    assert run_ranks(lambda: make(tmp_path / "two", batch_size=8, training_steps=3, optimizer="sgd").fit(), 2) == [0, 0]
+    from etude.runs.checkpoint import CheckpointStore
+    from etude.runs.metrics import read_metrics
+
+    rewards = [
+        [row["train/reward"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "train/reward" in row]
+        for name in ("alone", "two")
+    ]
+    assert rewards[0] == pytest.approx(rewards[1], abs=1e-12)
+    one, two = (
+        CheckpointStore(tmp_path / name / "checkpoints").load("last").tree["policy"] for name in ("alone", "two")
+    )
+    assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-6
+
+
+def test_a_rollout_whose_reward_fails_is_dropped_and_the_others_trained_on() -> None:
+    calls = []
+
+    def reward(task: Task, text: str) -> float:
+        calls.append(text)
+        if len(calls) % 3 == 0:
+            raise ValueError("no such answer")
+        return float(len(text))
+
+    notes = Notes()
+    data = TextRollouts("digits", reward, prompts_per_step=2, group_size=3, max_new_tokens=4)
+    make(data=data, callbacks=[notes], training_steps=2).fit()
+    assert [row["train/rollout/failed"] for row in notes.rows] == pytest.approx([1 / 3, 1 / 3])
+    assert sum(rollout.error is not None for rollout in data.rollouts) == 2
+
+
+@pytest.mark.parametrize("on_error, message", [("drop", "all 6 rollouts of step 0 failed"), ("stop", "no such answer")])
+def test_if_all_rewards_fail_the_run_ends_with_the_reason(on_error: Any, message: str) -> None:
+    def reward(task: Task, text: str) -> float:
+        raise ValueError("no such answer")
+
+    data = TextRollouts("digits", reward, 2, 3, 4, on_reward_error=on_error)
+    with pytest.raises(RolloutError, match=message) as failed:
+        make(data=data).fit()
+    assert "ValueError: no such answer" in str(failed.value)
+
+
+class Guessing:
+    """A partner that says higher or lower."""
+
+    def __init__(self, task: Task) -> None:
+        self.turns = 0
+
+    def respond(self, text: str) -> Turn:
+        self.turns += 1
+        return Turn(" higher ", 0.5, done=self.turns == 3)
+
+
+def test_conversations_take_one_generate_call_a_turn_and_train_only_on_what_was_sampled() -> None:
+    data = TextRollouts(
+        "digits", prompts_per_step=2, group_size=3, max_new_tokens=4, conversation=Guessing, max_turns=5
+    )
+    trainer = make(data=data, training_steps=1)
+    calls = []
+    kept = trainer.policy.generate
+
+    def counted(prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(prompts))
+        return kept(prompts, *args, **kwargs)
+
+    trainer.policy.generate = counted  # type: ignore[assignment]
+    trainer.fit()
+    assert calls == [2, 6, 6]
+    policy: Any = trainer.policy
+    for rollout in data.rollouts:
+        assert rollout.turns == 3 and rollout.reward == 1.5
+        assert len(rollout.tokens) == len(rollout.loss_mask) == len(rollout.logprobs or [])
+        heard = [token for token, mask in zip(rollout.tokens, rollout.loss_mask) if not mask]
+        assert policy.decode(heard) == rollout.task.prompt + " higher " * 2
+
+
+def test_a_partner_that_fails_costs_one_rollout() -> None:
+    class Flaky(Guessing):
+        count = 0
+
+        def respond(self, text: str) -> Turn:
+            Flaky.count += 1
+            if Flaky.count == 2:
+                raise OSError("hung up")
+            return super().respond(text)
+
+    data = TextRollouts("digits", prompts_per_step=2, group_size=3, max_new_tokens=4, conversation=Flaky)
+    make(data=data, training_steps=1).fit()
+    assert [rollout.error for rollout in data.rollouts].count("OSError: hung up") == 1
+
+
+@pytest.mark.parametrize(
+    "options, algorithm, message",
+    [
+        ({"temperature": 0.7}, GRPO(), "drawn at temperature 0.7"),
+        ({}, "none", "need an algorithm that learns from rewards"),
+        ({"group_size": 0}, GRPO(), "must be at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_drawn(options: Any, algorithm: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        data = TextRollouts("digits", **{"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, **options})
+        trainer = make(data=data, algorithm=algorithm)
+        trainer.algorithm = None if algorithm == "none" else algorithm
+        trainer.fit()
+
+
+def test_held_out_tasks_are_evaluated_and_what_was_said_is_kept(tmp_path: Path) -> None:
+    from etude.rollouts.reward_callback import EvaluateRewards
+
+    callback = EvaluateRewards({"type": "digits", "params": {"size": 3}}, every=2, max_new_tokens=5)
+    result = make(tmp_path / "run", callbacks=[callback], best_metric="eval/reward", best_mode="max").fit()
+    assert 0 <= result.metrics["eval/reward"] <= 1
+    assert result.best is not None
+    files = sorted((tmp_path / "run" / "evaluation").glob("*.jsonl"))
+    assert [path.name for path in files] == [f"step-{step:08d}.jsonl" for step in (2, 4, 6)]
+    assert len(files[0].read_text().splitlines()) == 3
+
+
+def test_completions_are_compared_with_the_greedy_one_where_the_algorithm_asks_for_it() -> None:
+    trainer = make(algorithm=ReMax(), training_steps=2)
+    trainer.fit()
+    rollouts = trainer.data.rollouts  # type: ignore[attr-defined]
+    assert all(rollout.greedy_reward is not None for rollout in rollouts)
+    assert len({(rollout.group, rollout.greedy_reward) for rollout in rollouts}) == 4
