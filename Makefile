@@ -1,11 +1,13 @@
 # Every target sets up what it needs by itself, given git, make and Python 3.11. `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast lint bench crash docs clean
+.PHONY: help setup quickstart test test-fast lint bench bench-data bench-rl bench-robot crash docs clean
 
 BIN := .venv/bin
 EXTRAS ?= dev
-TEST_EXTRAS := dev hf lightning report sim
+TEST_EXTRAS := dev hf lightning llm report sim
 PYTEST_ARGS ?=
+# A file at a time, on both cores; 0 runs everything in one process.
+PYTEST_WORKERS ?= 2
 TRIALS ?= 200
 
 # One thread per process: OpenMP threads that spin for shared cores cost several times the work.
@@ -32,18 +34,18 @@ help:  ## List the targets
 setup:  ## Install into .venv at the versions of requirements.lock (EXTRAS="dev hf")
 	$(call setup,$(EXTRAS))
 
-quickstart:  ## Train a small policy and write its report
+quickstart:  ## Record a robot, train a policy on it, evaluate it in simulation, write a report with videos
 	$(call setup,quickstart sim)
 	$(BIN)/etude quickstart
 
 test:  ## Lint, then run every test
 	$(call setup,$(TEST_EXTRAS))
 	@$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-fast:  ## Run the tests that take no time (under 3 minutes in all)
 	$(call setup,$(TEST_EXTRAS))
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 lint:  ## Check style and types
 	$(call setup,dev)
@@ -54,6 +56,18 @@ lint:  ## Check style and types
 bench:  ## Measure against a bare PyTorch loop and the peers, side by side
 	$(call setup,dev hf lightning)
 	$(BIN)/python -m benchmarks
+
+bench-data:  ## Measure loading of robot data, beside lerobot's where ETUDE_LEROBOT_PYTHON names a Python that has it
+	$(call setup,dev sim)
+	$(BIN)/python -m benchmarks.lerobot_data
+
+bench-robot:  ## Learn from demonstrations and print success rates (hours; started again, it goes on)
+	$(call setup,dev sim)
+	$(BIN)/python -m benchmarks.robot --suite full
+
+bench-rl:  ## Learn from rewards and print curves and costs, beside TRL's where ETUDE_TRL_PYTHON names a Python that has it
+	$(call setup,dev llm)
+	$(BIN)/python -m benchmarks.rl
 
 crash:  ## Kill training at 200 random instants and count the exact resumes
 	$(call setup,dev)

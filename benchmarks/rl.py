@@ -162,13 +162,12 @@ def compare_with_trl(model: str, steps: int, goal: float) -> bool | None:
     return ratio <= goal
 
 
-def redteam() -> bool | None:
+def redteam() -> bool:
     """The auditor raises the mean score of what it elicits beyond the baseline's interval."""
-    try:
-        from benchmarks import redteam as bench
-    except ImportError:
-        return None
-    return bool(bench.main([]))
+    from benchmarks import redteam as bench
+
+    found = bench.main()
+    return all(row["beyond_baseline"] for row in found)
 
 
 PARTS: dict[str, Callable[[], bool | None]] = {

@@ -1,11 +1,14 @@
 """Success of policies learned from demonstrations in simulation: `make bench-robot`.
 
 Every row is one training: so many demonstrations of a task, one preset of a policy, and so many held-out episodes.
-Rows are kept in a file as they are made; what is in it already is not made again.
+Rows are kept in a file as they are made; what is in it already is not made again, unless the preset has changed.
 
     python -m benchmarks.robot --suite smoke                  # minutes
     python -m benchmarks.robot --suite full --episodes 200    # hours
     python -m benchmarks.robot --tasks pick-place,reach --policies act --demos 5,10
+    python -m benchmarks.robot --markdown                     # the rows so far, for the documentation
+
+Rows of lerobot's ACT are made where $ETUDE_LEROBOT_PYTHON names a Python that has lerobot.
 """
 
 from __future__ import annotations
@@ -21,13 +24,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.robot_lerobot import LeRobotACT, find_python
+from etude.rollouts.presets import Family, make_config
+
 TASKS = (
-    "reach", "push", "pick-place", "door-open", "drawer-open", "button-press-topdown", "window-open", "peg-insert-side",
-    "assembly", "basketball", "coffee-pull", "hammer",
+    "pick-place", "peg-insert-side", "push", "door-open", "drawer-open", "reach", "button-press-topdown", "window-open",
+    "assembly", "basketball",
 )  # fmt: skip
-POLICIES = ("act", "diffusion", "flow", "mlp")
-MULTI = TASKS[:10]
+POLICIES = ("act", "diffusion", "flow")
+LEROBOT = "lerobot-act"
+COMPARED = ("pick-place", "peg-insert-side")
+"""Tasks on which lerobot's ACT is trained, too."""
+PUSHT_DEMOS = 400
 MAX_STEPS = 300
+PIXELS = 96
 
 
 @dataclass(frozen=True)
@@ -50,61 +60,103 @@ class Row:
             return name
         return f"{name} ({'+'.join(self.cameras) or 'blind'})"
 
+    @property
+    def envs(self) -> list[str]:
+        """The names of its environments."""
+        return [task if task == "pusht" else f"metaworld/{task}" for task in self.tasks]
 
-def suite(name: str, seed: int) -> Iterator[Row]:
+    @property
+    def family(self) -> Family:
+        """Which variant of a preset it takes."""
+        if self.cameras:
+            return "images"
+        if len(self.tasks) > 1:
+            return "multitask"
+        return "pusht" if self.tasks == ("pusht",) else ""
+
+    def config(self, dataset: str, steps: int | None) -> dict[str, Any]:
+        """Return what is trained."""
+        preset = "act" if self.policy == LEROBOT else self.policy
+        return make_config(preset, dataset, seed=self.seed, steps=steps, family=self.family)
+
+
+def suite(name: str, seed: int, *, lerobot: bool) -> Iterator[Row]:
     """Yield the rows of a suite."""
     if name == "smoke":
         yield from (Row(("pick-place",), policy, 50, seed) for policy in POLICIES)
         return
     for task in TASKS:
-        yield from (Row((task,), policy, 50, seed) for policy in POLICIES)
+        policies = (*POLICIES, LEROBOT) if lerobot and task in COMPARED else POLICIES
+        yield from (Row((task,), policy, 50, seed) for policy in policies)
     for demos in (5, 10):
-        yield from (Row(("pick-place",), policy, demos, seed) for policy in POLICIES)
-    yield from (Row(MULTI, policy, 50, seed) for policy in ("act", "mlp"))
-    for cameras in (("corner2",), ()):
-        yield Row(("drawer-open",), "act", 50, seed, cameras, "hand")
+        policies = (*POLICIES, LEROBOT) if lerobot else POLICIES
+        yield from (Row(("pick-place",), policy, demos, seed) for policy in policies)
+    yield from (Row(("pusht",), policy, PUSHT_DEMOS, seed) for policy in ("mlp", *POLICIES))
+    yield from (Row(("drawer-open",), "act", 50, seed, cameras, "hand") for cameras in (("corner2",), ()))
+    yield Row(TASKS, "act", 50, seed)
 
 
 def run_row(row: Row, episodes: int, folder: Path, steps: int | None, workers: int) -> dict[str, Any]:
     """Record, train and evaluate; return what came of it."""
+    from etude.rollouts.record import record
+
+    name = row.tasks[0] if len(row.tasks) == 1 else f"{len(row.tasks)}-tasks"
+    options: dict[str, Any] = {}
+    if row.tasks != ("pusht",):
+        options = {"cameras": list(row.cameras), "size": PIXELS, "state": row.state}
+    dataset = folder / "data" / "-".join([name, str(row.demos), str(row.seed), row.state, *row.cameras])
+    record(row.envs, dataset, episodes=row.demos, seed=row.seed, options=options)
+    config = row.config(str(dataset), steps)
+    learn = _train_lerobot if row.policy == LEROBOT else _train
+    each = -(-episodes // len(row.tasks))
+    return {**asdict(row), "label": row.label, **learn(row, config, dataset, each, folder, workers)}
+
+
+def _train(
+    row: Row, config: dict[str, Any], dataset: Path, episodes: int, folder: Path, workers: int
+) -> dict[str, Any]:
     from etude.config import yaml12
     from etude.config.build import build
     from etude.config.load import load
-    from etude.rollouts.evaluate import evaluate_policy
-    from etude.rollouts.presets import make_config
-    from etude.rollouts.record import record
+    from etude.data.lerobot.reader import LeRobotDataset
 
-    envs = [f"metaworld/{task}" for task in row.tasks]
-    options: dict[str, Any] = {"cameras": list(row.cameras), "size": 96, "state": row.state}
-    name = "+".join(row.tasks) if len(row.tasks) < 3 else f"{len(row.tasks)}-tasks"
-    kind = "-".join([row.state, *row.cameras])
-    dataset = folder / "data" / f"{name}-{row.demos}-{row.seed}-{kind}"
-    record(envs, dataset, episodes=row.demos, seed=row.seed, options=options)
-    config = make_config(row.policy, str(dataset), seed=row.seed, steps=steps, cameras=bool(row.cameras))
     path = folder / "row.yaml"
     path.write_text(yaml12.write({**config, "loggers": []}))
     trainer = build(load(path), run=None)
     trainer.run_request, trainer.show_progress = False, False
     began, before = time.perf_counter(), _cpu_s()
     result = trainer.fit()
-    train_s, train_cpu_s = time.perf_counter() - began, _cpu_s() - before
+    spent = {"steps": result.steps, "train_s": time.perf_counter() - began, "train_cpu_s": _cpu_s() - before}
+    tasks = {text: index for index, text in enumerate(LeRobotDataset(dataset, show_progress=False).tasks)}
+    return {**spent, **_evaluate(row, trainer.policy, episodes, workers, tasks)}
+
+
+def _train_lerobot(
+    row: Row, config: dict[str, Any], dataset: Path, episodes: int, folder: Path, workers: int
+) -> dict[str, Any]:
+    python = find_python()
+    if python is None:
+        raise SystemExit(f"{LEROBOT}: set ETUDE_LEROBOT_PYTHON to a Python that has lerobot")
+    policy = LeRobotACT(python, dataset, config["policy"]["params"], config["training"])
+    try:
+        return {**policy.trained, **_evaluate(row, policy, episodes, 0, {})}
+    finally:
+        policy.close()
+
+
+def _evaluate(row: Row, policy: Any, episodes: int, workers: int, tasks: dict[str, int]) -> dict[str, Any]:
+    from etude.rollouts.evaluate import evaluate_policy
+
     found = evaluate_policy(
-        trainer.policy, envs, episodes=episodes, seed=row.seed, workers=workers, options={"max_steps": MAX_STEPS},
-        tasks={text: index for index, text in enumerate(_tasks(dataset))},
+        policy, row.envs, episodes=episodes, seed=row.seed, workers=workers, options={"max_steps": MAX_STEPS},
+        tasks=tasks,
     )  # fmt: skip
     return {
-        **asdict(row), "label": row.label, "episodes": found.total.episodes, "successes": found.total.successes,
-        "success": found.success, "interval": list(found.interval), "steps": result.steps,
-        "train_s": train_s, "train_cpu_s": train_cpu_s, "evaluate_s": found.timing["seconds"],
-        "policy_ms": found.timing["policy_ms_mean"],
+        "episodes": found.total.episodes, "successes": found.total.successes,
+        "success": found.success, "interval": list(found.interval), "evaluate_s": found.timing["seconds"],
+        "policy_ms": found.timing.get("policy_ms_mean"),
         "per_task": {rate.name: [rate.successes, rate.episodes] for rate in found.tasks},
     }  # fmt: skip
-
-
-def _tasks(dataset: Path) -> list[str]:
-    from etude.data.lerobot.reader import LeRobotDataset
-
-    return list(LeRobotDataset(dataset, show_progress=False).tasks)
 
 
 def _cpu_s() -> float:
@@ -112,50 +164,89 @@ def _cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _key(row: Row, episodes: int, steps: int | None) -> str:
-    return json.dumps([asdict(row), episodes, steps])
+def row_key(row: Row, episodes: int, steps: int | None) -> str:
+    """Return what tells a row from others: everything that its outcome depends on."""
+    config = row.config("", steps)
+    return json.dumps([asdict(row), episodes, config["policy"], config["training"]])
 
 
-def print_header() -> None:
-    print(f"{'task':28} {'policy':10} {'demos':>5} {'seed':>4} {'succeeded':>10} {'rate':>7}  {'95 % interval':17} "
-          f"{'steps':>6} {'train min':>9} {'cpu min':>8}", flush=True)  # fmt: skip
+COLUMNS = ("task", "policy", "demos", "seed", "succeeded", "rate", "95 % interval", "steps", "CPU min")
+_WIDTHS = (-24, -11, 5, 4, 9, 7, -17, 6, 7)
 
 
-def print_row(found: dict[str, Any]) -> None:
+def cells(found: dict[str, Any]) -> tuple[str, ...]:
+    """Return a row of the table; the minutes are those of training, of one core."""
     low, high = found["interval"]
-    print(f"{found['label']:28} {found['policy']:10} {found['demos']:5d} {found['seed']:4d} "
-          f"{found['successes']:4d}/{found['episodes']:<5d} {found['success']:7.1%}  {low:6.1%} to {high:6.1%}  "
-          f"{found['steps']:6d} {found['train_s'] / 60:9.2f} {found['train_cpu_s'] / 60:8.2f}", flush=True)  # fmt: skip
+    return (
+        found["label"], found["policy"], str(found["demos"]), str(found["seed"]),
+        f"{found['successes']}/{found['episodes']}", f"{found['success']:.1%}", f"{low:.1%} to {high:.1%}",
+        str(found["steps"]), f"{found['train_cpu_s'] / 60:.2f}",
+    )  # fmt: skip
 
 
-def main(arguments: list[str] | None = None) -> None:
+def print_cells(values: tuple[str, ...]) -> None:
+    """Print one line of the table."""
+    padded = (f"{value:{'<' if width < 0 else '>'}{abs(width)}}" for value, width in zip(values, _WIDTHS, strict=True))
+    print(" ".join(padded).rstrip(), flush=True)
+
+
+def print_markdown(rows: list[dict[str, Any]]) -> None:
+    """Print the table for the documentation, and for policies of several tasks how each of these went."""
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("|" + "|".join("---" if width < 0 else "---:" for width in _WIDTHS) + "|")
+    for found in rows:
+        print("| " + " | ".join(cells(found)) + " |")
+    for found in rows:
+        if len(found["tasks"]) > 1:
+            print(f"\n{found['label']}, {found['policy']}, {found['demos']} demonstrations of each:\n")
+            print("| task | succeeded |\n|---|---:|")
+            for name, (successes, episodes) in found["per_task"].items():
+                print(f"| {name.removeprefix('metaworld/')} | {successes}/{episodes} |")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=("smoke", "full"), default="smoke")
     parser.add_argument("--tasks", help="comma-separated; replaces the suite")
-    parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--demos", default="50")
-    parser.add_argument("--episodes", type=int, default=200)
+    parser.add_argument("--policies", help="comma-separated; all of the suite unless given")
+    parser.add_argument("--demos", default="50", help="comma-separated, for --tasks")
+    parser.add_argument("--episodes", type=int, default=200, help="of each row; several tasks share them")
     parser.add_argument("--steps", type=int, help="training steps of every row; the preset's unless given")
     parser.add_argument("--minutes", type=float, help="begin no row after this long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--folder", type=Path, default=Path("runs/bench-robot"))
-    given = parser.parse_args(arguments)
-    rows = list(suite(given.suite, given.seed))
-    policies = given.policies.split(",")
+    parser.add_argument("--markdown", action="store_true", help="print the rows of the full suite that exist")
+    return parser.parse_args(arguments)
+
+
+def choose_rows(given: argparse.Namespace) -> list[Row]:
+    """Return the rows that the command line asks for."""
+    rows = list(suite(given.suite, given.seed, lerobot=find_python() is not None))
+    policies = (given.policies or ",".join(POLICIES)).split(",")
     if given.tasks:
-        rows = [
+        return [
             Row((task,), policy, int(demos), given.seed)
             for task in given.tasks.split(",") for demos in given.demos.split(",") for policy in policies
         ]  # fmt: skip
-    rows = [row for row in rows if row.policy in policies]
-    given.folder.mkdir(parents=True, exist_ok=True)
+    return rows if given.policies is None else [row for row in rows if row.policy in policies]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make the rows that do not exist, and print all of them."""
+    given = parse(arguments)
     kept = given.folder / "rows.jsonl"
     done = {line["key"]: line for line in map(json.loads, kept.read_text().splitlines())} if kept.exists() else {}
+    if given.markdown:
+        keys = [row_key(row, given.episodes, given.steps) for row in suite("full", given.seed, lerobot=True)]
+        print_markdown([done[key] for key in keys if key in done])
+        return
+    given.folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    print_header()
-    for row in rows:
-        key = _key(row, given.episodes, given.steps)
+    print_cells(COLUMNS)
+    for row in choose_rows(given):
+        key = row_key(row, given.episodes, given.steps)
         if key not in done:
             if given.minutes is not None and time.monotonic() - began > 60 * given.minutes:
                 print(f"stopped after {given.minutes:g} minutes; the same command goes on", file=sys.stderr)
@@ -163,7 +254,7 @@ def main(arguments: list[str] | None = None) -> None:
             done[key] = {"key": key, **run_row(row, given.episodes, given.folder, given.steps, given.workers)}
             with kept.open("a") as file:
                 file.write(json.dumps(done[key]) + "\n")
-        print_row(done[key])
+        print_cells(cells(done[key]))
 
 
 if __name__ == "__main__":

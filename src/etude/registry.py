@@ -290,7 +290,7 @@ def _has(component: type, name: str) -> bool:
 
 _TRAINER_ARGUMENTS = (
     "policy", "data", "algorithm", "engine", "config", "run", "callbacks", "loggers", "eval_data", "run_config", "name",
-    "run_root", "show_progress",
+    "run_root", "show_progress", "sampler", "environment",
 )  # fmt: skip
 _TRAIN_STEP_ARGUMENTS = ("models", "optimizers", "loss", "device")
 _HOOKS = ("on_fit_start", "on_step_end", "on_log", "on_evaluate_end", "on_save", "on_fit_end", "on_exception")
@@ -308,6 +308,7 @@ POLICY_REGISTRY: Registry[protocols.Policy] = Registry(
         "act": "etude.policies.act:ACT",
         "diffusion": "etude.policies.diffusion:Diffusion",
         "flow": "etude.policies.flow:FlowMatching",
+        "language": "etude.policies.language.build:language_model",
         "mlp": "etude.policies.mlp:MLP",
     },
     noun="policy",
@@ -315,16 +316,44 @@ POLICY_REGISTRY: Registry[protocols.Policy] = Registry(
 DATASET_BUILDER_REGISTRY: Registry[Any] = Registry(
     "data",
     (protocols.DatasetFactory, "take", "__getitem__ __len__", "__iter__"),
-    {"digits": "etude.data.digits:Digits", "lerobot": "etude.data.module:lerobot_data"},
+    {
+        "digits": "etude.data.digits:Digits",
+        "lerobot": "etude.data.module:lerobot_data",
+        "rollouts": "etude.rollouts.text:TextRollouts",
+        "text": "etude.data.text:TextData",
+    },
     noun="data",
 )
 ALGORITHM_REGISTRY: Registry[protocols.Algorithm] = Registry(
-    "algorithms", (protocols.Algorithm,), {"bc": "etude.algorithms.bc:BehaviorCloning"}, noun="algorithm"
+    "algorithms",
+    (protocols.Algorithm,),
+    {
+        "bc": "etude.algorithms.bc:BehaviorCloning",
+        "cispo": "etude.algorithms.grpo:CISPO",
+        "distillation": "etude.algorithms.distillation:Distillation",
+        "dpo": "etude.algorithms.preference:DPO",
+        "dr_grpo": "etude.algorithms.grpo:DrGRPO",
+        "dro": "etude.algorithms.grpo:DRO",
+        "grpo": "etude.algorithms.grpo:GRPO",
+        "gspo": "etude.algorithms.grpo:GSPO",
+        "ipo": "etude.algorithms.preference:IPO",
+        "opo": "etude.algorithms.reinforce:OPO",
+        "ppo": "etude.algorithms.ppo:PPO",
+        "reinforce_plus_plus": "etude.algorithms.reinforce:ReinforcePlusPlus",
+        "remax": "etude.algorithms.reinforce:ReMax",
+        "rloo": "etude.algorithms.reinforce:RLOO",
+        "sft": "etude.algorithms.sft:SFT",
+    },
+    noun="algorithm",
 )
 ENGINE_REGISTRY: Registry[protocols.Engine] = Registry(
     "engines",
     (protocols.Engine,),
     {
+        "huggingface": Lazy(
+            "etude.engines.huggingface.engine:HuggingFaceEngine", (), "transformers.training_args:TrainingArguments"
+        ),
+        "lightning": "etude.engines.lightning.engine:LightningEngine",
         "torch": "etude.engines.torch:TorchEngine",
     },
     noun="engine",
@@ -352,7 +381,10 @@ LOGGER_REGISTRY: Registry[protocols.Logger] = Registry(
 CALLBACK_REGISTRY: Registry[Any] = Registry(
     "callbacks",
     _HOOKS,
-    {"evaluate_in_simulation": "etude.rollouts.callback:EvaluateInSimulation"},
+    {
+        "evaluate_in_simulation": "etude.rollouts.callback:EvaluateInSimulation",
+        "evaluate_rewards": "etude.rollouts.reward_callback:EvaluateRewards",
+    },
     noun="callback",
 )
 OPTIMIZER_BUILDER_REGISTRY: Registry[protocols.OptimizerFactory] = Registry(
@@ -380,12 +412,34 @@ ENVIRONMENT_REGISTRY: Registry[Any] = Registry(
     },
     noun="environment",
 )
+TASK_REGISTRY: Registry[Any] = Registry(
+    "tasks",
+    ("__len__ __getitem__",),
+    {
+        "addition": "etude.rollouts.tasks:Addition",
+        "digits": "etude.rollouts.tasks:Digits",
+        "file": "etude.rollouts.tasks:PromptFile",
+        "reasoning_gym": "etude.rollouts.tasks:ReasoningGym",
+    },
+    noun="source of tasks",
+)
+REWARD_REGISTRY: Registry[Any] = Registry(
+    "rewards",
+    ("__call__",),
+    {
+        "contains_answer": "etude.rollouts.rewards:contains_answer",
+        "exact_match": "etude.rollouts.rewards:exact_match",
+    },
+    noun="reward",
+    supplied=("task", "text"),
+)
 
 REGISTRIES: dict[str, Registry[Any]] = {
     registry.name: registry
     for registry in (
         POLICY_REGISTRY, DATASET_BUILDER_REGISTRY, ALGORITHM_REGISTRY, ENGINE_REGISTRY, TRAINER_REGISTRY,
         OPTIMIZER_BUILDER_REGISTRY, LOSS_BUILDER_REGISTRY, LOGGER_REGISTRY, CALLBACK_REGISTRY, ENVIRONMENT_REGISTRY,
+        TASK_REGISTRY, REWARD_REGISTRY,
     )
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ import typer
 
 from etude.cli import complete
 from etude.cli.data import data_app
+from etude.cli.redteam import redteam_app
 from etude.errors import EtudeError, Interrupted
 
 # Rich costs 0.1 s to import: help and usage errors use it only where they are seen in a terminal.
@@ -26,6 +27,7 @@ app = typer.Typer(
 new_app = typer.Typer(help="Write a working skeleton to start from.", no_args_is_help=True)
 app.add_typer(new_app, name="new")
 app.add_typer(data_app, name="data")
+app.add_typer(redteam_app, name="redteam")
 
 Config = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="Experiment file (YAML).", autocompletion=complete.configs)
@@ -266,6 +268,9 @@ def evaluate(
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where results go [RUN/evaluation].")
     ] = None,
     option: EnvOptions = None,
+    plugin: Annotated[
+        list[str] | None, typer.Option("--plugin", metavar="MODULE", help="Load this module or .py file first.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Measure the success of POLICY in simulation.
@@ -276,7 +281,7 @@ def evaluate(
 
     evaluate_source(
         source, env, episodes=episodes, split=split, seed=seed, slots=slots, workers=workers, videos=video,
-        which=which, output=output, settings=list(option or []), as_json=as_json,
+        which=which, output=output, settings=list(option or []), as_json=as_json, plugins=list(plugin or []),
     )  # fmt: skip
 
 
@@ -335,7 +340,12 @@ def serve_policy(
 def export(
     source: TrainedPolicy,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write it.")],
-    kind: Annotated[str, typer.Option("--format", metavar="torch|onnx", help="torch.export or ONNX.")] = "torch",
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--format", metavar="torch|onnx|pretrained", help="torch.export, ONNX, or a directory for from_pretrained."
+        ),
+    ] = "torch",
     which: WhichCheckpoint = "auto",
 ) -> None:
     """Write POLICY as one graph, normalisation inside, that runs without training code.

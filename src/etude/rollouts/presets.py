@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 _TRAINING: Final[dict[str, Any]] = {
     "batch_size": 32,
@@ -45,28 +45,85 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "diffusion": {
         "policy": {
             "type": "diffusion",
-            "params": {"down_dims": [64, 128], "sampler": "ddim", "num_inference_steps": 10},
+            "params": {
+                "horizon": 12,
+                "n_obs_steps": 1,
+                "n_action_steps": 8,
+                "down_dims": [32, 64],
+                "prediction_type": "sample",
+                "sampler": "ddim",
+                "num_inference_steps": 5,
+            },
         },
-        "training": {**_TRAINING, "batch_size": 64, "training_steps": 3000},
+        "training": {**_TRAINING, "batch_size": 64, "lr": 2e-3, "training_steps": 1500},
     },
     "flow": {
-        "policy": {"type": "flow", "params": {"down_dims": [64, 128], "num_inference_steps": 10}},
-        "training": {**_TRAINING, "batch_size": 64, "training_steps": 3000},
+        "policy": {
+            "type": "flow",
+            "params": {
+                "horizon": 12,
+                "n_obs_steps": 1,
+                "n_action_steps": 8,
+                "down_dims": [32, 64],
+                "num_inference_steps": 5,
+                "normalization": {"state": "min_max", "environment": "min_max"},
+            },
+        },
+        "training": {**_TRAINING, "batch_size": 64, "lr": 2e-3, "training_steps": 1500},
     },
 }
 
+Family = Literal["", "images", "multitask", "pusht"]
 
-IMAGES: Final[dict[str, Any]] = {"image_backbone": "resnet10_small"}
-"""What a preset adds for datasets with cameras of 96 pixels or so."""
+_ALL: Final = "*"
+_Change = dict[str, dict[str, Any]]
+
+FAMILIES: Final[dict[Family, dict[str, _Change]]] = {
+    "": {},
+    "images": {
+        _ALL: {"params": {"image_backbone": "resnet10_small"}, "training": {"lr": 5e-4, "training_steps": 1400}},
+    },
+    "multitask": {
+        "act": {
+            "params": {"dim_feedforward": 512, "n_encoder_layers": 2},
+            "training": {"batch_size": 64, "training_steps": 5000, "warmup_steps": 100, "ema_decay": 0.995},
+        },
+    },
+    "pusht": {
+        _ALL: {
+            "params": {"n_action_steps": 4},
+            "training": {"ema_decay": 0.999, "warmup_steps": 200, "save_every": 5000, "log_every": 500},
+        },
+        "act": {"training": {"batch_size": 64, "training_steps": 5000}},
+        "mlp": {
+            "params": {"hidden": [512, 512, 512], "chunk_size": 8},
+            "training": {"training_steps": 15000},
+        },
+        "diffusion": {"training": {"training_steps": 5000}},
+        "flow": {"training": {"training_steps": 5000}},
+    },
+}
+"""What a preset has otherwise: for one camera of 96 pixels or so, for ten tasks at once, and for PushT."""
 
 
 def make_config(
-    policy: str, dataset: str, *, seed: int = 0, steps: int | None = None, cameras: bool = False
+    policy: str, dataset: str, *, seed: int = 0, steps: int | None = None, family: Family = ""
 ) -> dict[str, Any]:
-    """Return the configuration that trains one of the presets on a recorded dataset."""
+    """Return the configuration that trains one of the presets on a recorded dataset.
+
+    Args:
+        policy: Name of the preset: act, mlp, diffusion or flow.
+        dataset: Directory of the dataset.
+        seed: Seed of the training.
+        steps: Training steps, if not the preset's.
+        family: Which of `FAMILIES` the dataset belongs to; "" is one task of Meta-World from state.
+    """
     preset = PRESETS[policy]
-    training = {**preset["training"], "seed": seed}
-    params = {**preset["policy"]["params"], **(IMAGES if cameras else {})}
+    training, params = {**preset["training"], "seed": seed}, {**preset["policy"]["params"]}
+    for name in (_ALL, policy):
+        change = FAMILIES[family].get(name, {})
+        training |= change.get("training", {})
+        params |= change.get("params", {})
     if steps is not None:
         training["training_steps"] = steps
     return {

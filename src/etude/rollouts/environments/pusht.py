@@ -7,7 +7,9 @@ import warnings
 from typing import Any, Literal
 
 from etude.errors import ConfigError
+from etude.rollouts.environments.base import Array, Observation
 from etude.rollouts.environments.gym import GymEnvironment
+from etude.rollouts.environments.pusht_planner import PushTPlanner
 from etude.rollouts.extras import import_extra
 from etude.types import DataSpec
 
@@ -21,7 +23,7 @@ _OBSERVATIONS = {
 class PushT(GymEnvironment):
     """gym-pusht: actions are where the finger is to go, in pixels of a 512 x 512 table, ten times a second.
 
-    Success is a block that covers more than 95 % of its outline.
+    Success is a block that covers more than 95 % of its outline. Its expert is a planner (`pusht_planner`).
 
     Args:
         observe: keypoints (8 corners of the block as environment state, the finger as state), pose (finger, block
@@ -59,3 +61,17 @@ class PushT(GymEnvironment):
             max_steps=max_steps,
             options={"obs_type": _OBSERVATIONS[observe], **sizes, **shown},
         )
+        self._planner: PushTPlanner | None = None
+
+    def reset(self, seed: int) -> Observation:
+        """Begin the episode of a seed."""
+        if self._planner is not None:
+            self._planner.reset()
+        return super().reset(seed)
+
+    def expert_action(self) -> Array:
+        """Return where the planner wants the finger to go now. It carries a plan from step to step."""
+        scene = self._env.unwrapped
+        if self._planner is None:
+            self._planner = PushTPlanner(scene.goal_pose)
+        return self._planner.act(tuple(scene.agent.position), (*scene.block.position, scene.block.angle))

@@ -46,8 +46,8 @@ def tree(run: Path) -> dict[str, Any]:
     """Return all that a run saved, less the times it took."""
     found = CheckpointStore(run / "checkpoints").load("last").tree
     found["session"]["progress"].pop("seconds")
-    for name in ("time/step_ms", "time/elapsed_s"):
-        found["session"]["metrics"].pop(name, None)
+    metrics = found["session"]["metrics"]
+    found["session"]["metrics"] = {name: value for name, value in metrics.items() if not name.startswith("time/")}
     return found
 
 

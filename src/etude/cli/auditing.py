@@ -1,0 +1,144 @@
+"""What `etude redteam train` and `etude redteam evaluate` do."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from etude.cli.output import is_main_rank, print_json, print_table, say, show_log
+from etude.config import yaml12
+from etude.config.yaml12 import ReadError
+from etude.errors import ConfigError
+from etude.redteam.config import RedTeamConfig
+from etude.runs.durable import write_atomically
+
+KEPT_CONFIG = "redteam.yaml"
+
+
+def read_config(path: Path | None, given: Mapping[str, Any], settings: Sequence[str]) -> RedTeamConfig:
+    """Return the configuration of a file, with options and settings over it."""
+    values: dict[str, Any] = {} if path is None else _read(path)
+    for key, value in given.items():
+        if value is not None:
+            _set(values, key, str(value) if isinstance(value, Path) else value)
+    for text in settings:
+        key, equals, written = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {text}: write key=value, such as training.lr=1e-4")
+        try:
+            _set(values, key, yaml12.read(written).value)
+        except ReadError as error:
+            raise ConfigError(f"--set {text}: {error.message}") from None
+    try:
+        return RedTeamConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem) for problem in error.errors(include_url=False))) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml12.read(yaml12.read_bytes(path.read_bytes())).value
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except ReadError as error:
+        raise yaml12.as_config_error(error, str(path)) from None
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a configuration is a mapping of keys to values")
+    inner = values.get("redteam")
+    return inner if isinstance(inner, dict) and len(values) == 1 else values  # as a run keeps it
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for part in path:
+        values = values.setdefault(part, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{key}: {part} is not a mapping")
+    values[last] = value
+
+
+def _explain(problem: Any) -> str:
+    place = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "extra_forbidden":
+        from etude.registry import did_you_mean
+
+        known = list(RedTeamConfig.model_fields) if len(problem["loc"]) == 1 else []
+        return f"{place}: unknown key{did_you_mean(str(problem['loc'][-1]), known)}"
+    return f"{place}: {problem['msg']}"
+
+
+def train_auditor(path: Path | None, given: Mapping[str, Any], settings: Sequence[str]) -> None:
+    """Train, keep the configuration beside the auditor, and say where it is."""
+    config = read_config(path, given, settings)
+    gc.enable()  # switched off for the start by `main`
+    show_log()
+    trainer = config.build()
+    directory = Path(config.ckpt_dir)
+    if is_main_rank():
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(directory / KEPT_CONFIG, yaml12.write(config.model_dump(mode="json")).encode())
+    result = trainer.fit()
+    if not is_main_rank():
+        return
+    say(f"reached step {result.steps}" + ("" if result.stopped == "finished" else f" ({result.stopped})"))
+    shown = [f"{name} {result.metrics[name]:.4g}" for name in ("eval/score", "eval/reward") if name in result.metrics]
+    if shown:
+        say("  ".join(shown))
+    say(f"auditor: {directory / 'best'}, {directory / 'last'}")
+    say(f"evaluate: etude redteam evaluate {directory / 'best'}")
+
+
+def evaluate_auditor(
+    auditor: str,
+    path: Path | None,
+    against: str | None,
+    given: Mapping[str, Any],
+    settings: Sequence[str],
+    *,
+    rollouts: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Evaluate an auditor and the one to compare it with, write both, and print the comparison."""
+    beside = Path(auditor).parent / KEPT_CONFIG
+    config = read_config(beside if path is None and beside.is_file() else path, given, settings)
+    gc.enable()
+    from etude.redteam.evaluator import ASTEvaluator, compare
+
+    results = {}
+    embedder: Any = "auto"
+    for who, model in (("auditor", auditor), ("baseline", against or config.auditor)):
+        evaluator = ASTEvaluator(
+            config.sampler(config.system(model)),
+            prompts=config.starts(),
+            threshold=config.threshold,
+            embedder=embedder,
+        )
+        results[who] = evaluator.evaluate(rollouts)
+        embedder = evaluator.embedder
+    result, baseline = results["auditor"], results["baseline"]
+    found = {**results, "comparison": compare(result, baseline)}
+    folder = output or Path(f"{auditor.rstrip('/')}-evaluation")
+    ASTEvaluator.write_json(found, folder / "redteam.json")
+    ASTEvaluator.write_html(result, folder / "redteam.html", baseline=baseline, title=f"Red-team report: {auditor}")
+    if as_json:
+        print_json(found["comparison"])
+        return
+    rows = [_row(name, result["means"][name], baseline["means"].get(name)) for name in result["means"]]
+    print_table(("measure", "auditor", "baseline", "baseline's 95 % interval"), rows, right=(1, 2))
+    rate, other = result["attack_success"], baseline["attack_success"]
+    say(f"attack success: {rate['successes']}/{rate['of']}, baseline {other['successes']}/{other['of']}")
+    say(f"diversity of probes: {result['diversity']['probe']:.3f}, baseline {baseline['diversity']['probe']:.3f}")
+    say(f"results: {folder / 'redteam.json'}, {folder / 'redteam.html'}")
+
+
+def _row(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> tuple[str, ...]:
+    if theirs is None:
+        return name, f"{ours['mean']:.4g}", "", ""
+    low, high = theirs["interval"]
+    return name, f"{ours['mean']:.4g}", f"{theirs['mean']:.4g}", f"{low:.4g} to {high:.4g}"

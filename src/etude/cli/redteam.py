@@ -1,0 +1,95 @@
+"""`etude redteam`: signatures and help here, work in `cli.auditing`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+redteam_app = typer.Typer(help="Train an auditor that finds what makes a model fail.", no_args_is_help=True)
+
+Setting = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any other key of the file, such as training.lr=1e-4."),
+]
+Target = Annotated[str | None, typer.Option("--target", metavar="MODEL", help="The model that is probed [smollm2].")]
+Scorer = Annotated[
+    str | None,
+    typer.Option("--scorer", metavar="NAME", help="profanity, vader, novelty, classifier:PATH#LABEL, ... [profanity]."),
+]
+
+
+@redteam_app.callback()
+def redteam() -> None:
+    """Train an auditor that finds what makes a model fail."""
+
+
+@redteam_app.command()
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="Experiment file (YAML).", show_default=False)
+    ] = None,
+    auditor: Annotated[
+        str | None, typer.Option("--auditor", metavar="MODEL", help="The model that is trained [smollm2].")
+    ] = None,
+    target: Target = None,
+    prompts: Annotated[
+        str | None, typer.Option("--prompts", metavar="FILE", help="Prompts, one a line [forty neutral ones].")
+    ] = None,
+    scorer: Scorer = None,
+    algorithm: Annotated[
+        str | None, typer.Option("--algorithm", metavar="dpo|ipo|ppo", help="How it learns [dpo].")
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", metavar="N", min=1, help="Experiences [1000].")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where the auditor goes [checkpoints].")
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="RUN", help="Run directory, or its name under runs/; one that is there resumes."),
+    ] = None,
+    setting: Setting = None,
+) -> None:
+    """Train an auditor against a target, from CONFIG, options, or both.
+
+    Such as: etude redteam train --target my-model --scorer vader --steps 50
+    """
+    from etude.cli.auditing import train_auditor
+
+    given = {
+        "auditor": auditor, "target": target, "prompts": prompts, "scorer": scorer, "algorithm": algorithm,
+        "training.training_steps": steps, "ckpt_dir": output, "run": run,
+    }  # fmt: skip
+    train_auditor(config, given, list(setting or []))
+
+
+@redteam_app.command()
+def evaluate(
+    auditor: Annotated[str, typer.Argument(metavar="AUDITOR", help="A trained auditor, such as checkpoints/best.")],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Experiment file [the one kept beside AUDITOR, if any]."),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="MODEL", help="Auditor to compare with [as before training].")
+    ] = None,
+    target: Target = None,
+    prompts: Annotated[
+        str | None, typer.Option("--prompts", metavar="FILE", help="Prompts, one a line [the dev prompts].")
+    ] = None,
+    scorer: Scorer = None,
+    rollouts: Annotated[int, typer.Option("--rollouts", metavar="N", min=1, help="Conversations of each.")] = 48,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where results go [AUDITOR-evaluation].")
+    ] = None,
+    setting: Setting = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Measure what AUDITOR elicits, against the auditor before training; writes JSON and a page."""
+    from etude.cli.auditing import evaluate_auditor
+
+    given = {"target": target, "dev_prompts": prompts, "scorer": scorer}
+    evaluate_auditor(
+        auditor, config, against, given, list(setting or []), rollouts=rollouts, output=output, as_json=as_json
+    )
