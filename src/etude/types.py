@@ -73,7 +73,7 @@ def split_loss(value: Any, batch: Any) -> tuple[Tensor, int, Number, Mapping[str
     if isinstance(value, Mapping):
         if "loss" not in value:
             raise ValueError(f"a loss dictionary needs the key 'loss', got {sorted(map(str, value))}")
-        metrics = {str(k): v for k, v in value.items() if k != "loss" and _is_number(v)}
+        metrics = {str(k): v for k, v in value.items() if k != "loss" and is_number(v)}
         value = value["loss"]
     elif isinstance(value, tuple) and value:
         value = value[0]
@@ -89,7 +89,8 @@ def split_loss(value: Any, batch: Any) -> tuple[Tensor, int, Number, Mapping[str
     return value if value.dim() == 0 else value.reshape(()), weight, weight, metrics
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Tell whether a value is worth logging: a number, or a tensor that holds one."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 

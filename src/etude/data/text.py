@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from etude.data.lines import read_json_lines
 from etude.data.map import MapData
 from etude.errors import DataError
 from etude.protocols import Place
@@ -133,17 +133,8 @@ class Padding:
 
 def _read(path: str | Path) -> list[dict[str, str]]:
     rows = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"the text of {path} cannot be read: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {number}: {error.msg}") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number} is no JSON object")
-            rows.append(row)
+    for number, row in read_json_lines(path, "text"):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {number} is no JSON object")
+        rows.append(row)
     return rows

@@ -14,7 +14,7 @@ from etude.errors import ConfigError, RolloutError
 from etude.protocols import Place
 from etude.rng import STREAM_ROLLOUT, fold
 from etude.rollouts.harness import Harness
-from etude.types import DataSpec, Loss, Updates
+from etude.types import DataSpec, Loss, Updates, is_number
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer
@@ -108,7 +108,7 @@ class Experience:
     def loss(self, samples: Samples) -> Loss:
         """Return the algorithm's loss of a batch."""
         mean, logs = self.harness.step(samples.batch)
-        numbers = {str(name): value for name, value in logs.items() if _is_number(value)}
+        numbers = {str(name): value for name, value in logs.items() if is_number(value)}
         return Loss.mean(mean, samples.count, numbers)
 
     def ids(self, step: int) -> Sequence[Any]:
@@ -136,10 +136,6 @@ class Experience:
         """Take up the batches that waited."""
         waiting = state.get("pending", {}).get(str(self.place.rank), [])
         self._pending = [Samples(batch, count) for batch, count in waiting]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def trained_module(system: Any) -> nn.Module:

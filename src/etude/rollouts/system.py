@@ -39,7 +39,6 @@ class System(ABC):
 
     def __init__(self, scorer: Scorer | None = None) -> None:
         self.scorer = scorer
-        self._seen: set[str] = set()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

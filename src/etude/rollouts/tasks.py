@@ -5,13 +5,13 @@ A source has `__len__` and `__getitem__`, which returns a `Task`; one that can t
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from etude.data.lines import read_json_lines
 from etude.errors import ConfigError, DataError, MissingExtraError
 from etude.rng import fold
 
@@ -57,18 +57,7 @@ class PromptFile(Prompts):
     """Tasks from a file with one JSON object (or text) in each line."""
 
     def __init__(self, path: str | Path) -> None:
-        rows: list[Any] = []
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise DataError(f"the prompts of {path} cannot be read: {error.strerror}") from None
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    rows.append(json.loads(line) if line.lstrip().startswith(("{", '"')) else line)
-                except json.JSONDecodeError as error:
-                    raise DataError(f"{path}, line {number}: {error.msg}") from None
-        super().__init__(rows)
+        super().__init__([row for _, row in read_json_lines(path, "prompts", plain=True)])
 
 
 class Addition(Sequence[Task]):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from etude.batches import Batch
-from etude.data.order import permutation
+from etude.data.order import Order
 from etude.errors import ConfigError, RolloutError
 from etude.policies.language.sampling import Sampling
 from etude.protocols import Place
@@ -115,6 +115,7 @@ class TextRollouts:
         if self.prompts_per_step % place.world:
             raise ConfigError(f"{self.prompts_per_step} prompts per step cannot be shared by {place.world} ranks")
         self.place = place
+        self._order = Order(len(self.tasks), seed=place.seed, shuffle=place.shuffle)
 
     def take(self, step: int) -> Updates:
         """Draw, reward and prepare one step."""
@@ -155,9 +156,7 @@ class TextRollouts:
 
     def _task(self, position: int) -> Task:
         epoch, index = divmod(position, len(self.tasks))
-        if self.place.shuffle:
-            index = int(permutation(len(self.tasks), self.place.seed, epoch)[index])
-        return self.tasks[index]
+        return self.tasks[int(self._order.epoch(epoch)[0][index])]
 
     def draw(self, policy: Any, positions: Sequence[int], seed: int, tasks: Sequence[Task] | None = None) -> list[Any]:
         """Return rollouts of the tasks at some positions, without rewards unless a conversation gives them."""
