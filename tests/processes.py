@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -13,15 +14,30 @@ from pathlib import Path
 
 import torch._dynamo  # noqa: F401 - DDP imports it on first use, for a second or more: once here, not in every child
 
+_PORTS = itertools.count(os.getpid())
+
 
 def spawn(work: Callable[[], object], ranks: int = 1) -> list[int]:
     """Fork one process a rank, each with torchrun's variables, and return their ids."""
     sys.stdout.flush()
     sys.stderr.flush()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return [_fork(work, rank, ranks, port) for rank in range(ranks)]
+
+
+def free_port() -> int:
+    """Return a port that no other test takes: below those that connections get by themselves, apart for each worker."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    for number in _PORTS:
+        port = 10_000 + worker * 2_000 + number % 2_000
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise AssertionError("unreachable: the count never ends")
 
 
 def _fork(work: Callable[[], object], rank: int, ranks: int, port: int) -> int:

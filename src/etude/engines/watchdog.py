@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import os
 import socket
@@ -27,8 +28,11 @@ from etude.errors import EtudeError, Interrupted, RankError
 INTERVAL_S = 0.5
 DEAD_AFTER_S = 8.0
 """Silence after which a rank on another host counts as dead; on this host its process id tells at once."""
+FAREWELL_S = 10.0
+"""Time for which rank 0, whose process may hold the store, waits for the others to end."""
 STARTUP_LIMIT_S = 600.0
 """Time for the first step and for phases that are long by nature: setup, evaluate, save."""
+_RUNS = itertools.count()
 LONG_PHASES = frozenset({"setup", "evaluate", "save", "done"})
 
 
@@ -69,7 +73,8 @@ class Watchdog:
             self._store = dist.TCPStore(  # type: ignore[attr-defined]
                 os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=5)
             )
-            self._prefix = f"etude/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+            # All ranks count alike: what was said in an earlier run of the same processes is not read in this one.
+            self._prefix = f"etude/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_RUNS)}"
             self._publish()
             self._thread.start()
         return self
@@ -85,6 +90,8 @@ class Watchdog:
                 self.pulse.enter("done")
             with contextlib.suppress(RuntimeError):  # the store went away with rank 0: nobody is left to tell
                 self._publish()
+                if self.rank == 0:
+                    self._see_off()
 
     def diagnose(self, patience_s: float = 3.0) -> str | None:
         """Return which rank died or failed, if one did, after an error that a lost peer would explain."""
@@ -103,6 +110,15 @@ class Watchdog:
             time.sleep(0.1)
         return None
 
+    def _see_off(self) -> None:
+        """Wait until every other rank has ended: one that still watches would take the lost store for a lost rank."""
+        deadline = time.monotonic() + FAREWELL_S
+        while time.monotonic() < deadline:
+            others = [report for rank, report in self._read().items() if rank != self.rank]
+            if not any(report["phase"] != "done" and _may_live(report) for report in others):
+                return
+            time.sleep(0.01)
+
     def _watch(self) -> None:
         seen: dict[int, tuple[Any, float]] = {}
         while not self._done.wait(INTERVAL_S):
@@ -110,7 +126,8 @@ class Watchdog:
                 self._publish()
                 reports = self._read()
             except RuntimeError as error:
-                self._on_fault(f"rank 0 is gone: its store does not answer ({str(error).splitlines()[0]})")
+                if not self._done.is_set():
+                    self._on_fault(f"rank 0 is gone: its store does not answer ({str(error).splitlines()[0]})")
                 return
             now = time.monotonic()
             fault = self._find_dead(reports, seen, now) or self._find_hung(reports, seen, now)
@@ -130,7 +147,11 @@ class Watchdog:
     def _read(self) -> dict[int, dict[str, Any]]:
         keys = {rank: f"{self._prefix}/{rank}" for rank in range(self.world)}
         present = [rank for rank, key in keys.items() if self._store.check([key])]
-        return {rank: json.loads(self._store.get(keys[rank])) for rank in present}
+        return {rank: self._read_one(rank) for rank in present}
+
+    def _read_one(self, rank: int) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads(self._store.get(f"{self._prefix}/{rank}"))
+        return report
 
     def _find_dead(self, reports: dict[int, dict[str, Any]], seen: dict[Any, Any], now: float) -> str | None:
         for rank, report in reports.items():
@@ -142,8 +163,9 @@ class Watchdog:
             if beat != report["beat"]:
                 seen["beat", rank] = (report["beat"], now)
                 since = now
-            here = report["host"] == socket.gethostname()
-            if (here and not _is_alive(report["pid"])) or now - since > DEAD_AFTER_S:
+            gone = not _may_live(report) or now - since > DEAD_AFTER_S
+            # It may have said that it is done, and ended, after this report was read.
+            if gone and self._read_one(rank)["phase"] != "done":
                 return f"rank {rank} died in phase '{report['phase']}' at step {report['step']}"
         return None
 
@@ -175,11 +197,15 @@ class Watchdog:
         os._exit(RankError.exit_code)
 
 
+def _may_live(report: dict[str, Any]) -> bool:
+    return report["host"] != socket.gethostname() or _is_alive(report["pid"])
+
+
 def _is_alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between the two calls
         pass
     try:
         os.kill(pid, 0)
