@@ -67,7 +67,7 @@ def _fork(work: Callable[[], object], rank: int, ranks: int, port: int) -> int:
         os._exit(code)
 
 
-def reap(pids: list[int], timeout_s: float = 60.0) -> list[int]:
+def reap(pids: list[int], timeout_s: float = 110.0) -> list[int]:
     """Wait for processes and return their exit codes (negative for signals); kill what does not end in time."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + timeout_s
@@ -84,7 +84,7 @@ def reap(pids: list[int], timeout_s: float = 60.0) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def run_ranks(work: Callable[[], object], ranks: int, timeout_s: float = 60.0) -> list[int]:
+def run_ranks(work: Callable[[], object], ranks: int, timeout_s: float = 110.0) -> list[int]:
     """Run a function on several ranks and return their exit codes."""
     return reap(spawn(work, ranks), timeout_s)
 

@@ -398,7 +398,7 @@ def test_a_run_may_be_measured_in_any_unit(duration: Any, steps: int) -> None:
 def test_a_run_may_be_measured_in_seconds() -> None:
     started = time.monotonic()
     assert make(duration="0.3 s").fit().steps > 1
-    assert 0.3 <= time.monotonic() - started < 3
+    assert 0.3 <= time.monotonic() - started < 20
 
 
 def test_data_that_ends_is_an_error_not_a_short_success() -> None:

@@ -42,7 +42,7 @@ def test_the_death_of_a_worker_between_steps_is_reported_by_the_next_take() -> N
     begin = time.monotonic()
     with pytest.raises(DataError, match=rf"worker with process id {victim.pid} was killed by SIGKILL"):
         data.take(1)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 10
     with pytest.raises(DataError, match="was killed"):
         data.take(5)
     data.close()
@@ -67,7 +67,7 @@ def test_the_death_of_a_worker_interrupts_the_wait_for_it() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         data.close()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10
 
 
 def test_data_can_be_opened_again_after_a_death() -> None:
