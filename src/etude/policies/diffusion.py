@@ -5,8 +5,7 @@ Shape letters: B batch, H denoised actions, A action, N training timesteps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, get_args
+from typing import get_args
 
 from torch import Tensor
 
@@ -62,9 +61,6 @@ class Diffusion(GenerativePolicy):
         task_dim: Width of the embedding of a task.
     """
 
-    default_normalization: ClassVar[Mapping[str, str]] = {
-        "state": "min_max", "environment": "min_max", "action": "min_max"
-    }  # fmt: skip
     alpha_bars_N: Tensor
 
     def __init__(

@@ -68,7 +68,9 @@ class GenerativePolicy(PolicyModule):
     `denoise(noise, condition)`. The weights' average that both families like is the trainer's (`ema_decay`).
     """
 
-    default_normalization: ClassVar[Mapping[str, str]] = {"action": "min_max"}
+    default_normalization: ClassVar[Mapping[str, str]] = {
+        "state": "min_max", "environment": "min_max", "action": "min_max"
+    }  # fmt: skip
 
     def __init__(
         self,

@@ -66,7 +66,6 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
                 "n_action_steps": 8,
                 "down_dims": [32, 64],
                 "num_inference_steps": 5,
-                "normalization": {"state": "min_max", "environment": "min_max"},
             },
         },
         "training": {**_TRAINING, "batch_size": 64, "lr": 2e-3, "training_steps": 1500},
