@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazily
 
 if TYPE_CHECKING:
     from etude.callbacks import Callback
@@ -21,20 +22,10 @@ __all__ += ["Policy", "Result", "Trainer", "TrainingConfiguration", "Trajectory"
 __all__ += ["load_policy", "record"]
 __version__ = "0.1.0"
 
-# Imported on first use, so that `import etude` and the command line stay fast and free of torch.
+# On first use, so that `import etude` and the command line stay fast and free of torch.
 _HOMES = {
-    "etude.callbacks": ("Callback",), "etude.config.restore": ("load_policy",), "etude.duration": ("Duration",),
-    "etude.config.training": ("TrainingConfiguration",), "etude.rollouts.evaluate": ("evaluate_policy",),
-    "etude.protocols": ("Algorithm", "Data", "Engine", "Logger", "Policy"), "etude.rollouts.record": ("record",),
-    "etude.trainer": ("Trainer",)}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'etude' has no attribute {name!r}")
-    home = next((home for home, names in _HOMES.items() if name in names), "etude.types")
-    return getattr(importlib.import_module(home), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    "callbacks": ("Callback",), "config.restore": ("load_policy",), "config.training": ("TrainingConfiguration",),
+    "duration": ("Duration",), "protocols": ("Algorithm", "Data", "Engine", "Logger", "Policy"),
+    "rollouts.evaluate": ("evaluate_policy",), "rollouts.record": ("record",), "trainer": ("Trainer",),
+    "types": ("Batch", "DataSpec", "Feature", "Loss", "Result", "Trajectory")}  # fmt: skip
+__getattr__, __dir__ = lazily(__name__, _HOMES)

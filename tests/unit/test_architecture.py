@@ -23,6 +23,7 @@ MAX_FILE_LINES, MAX_TRAINER_LINES, MAX_INIT_LINES, MAX_FUNCTION_LINES = 600, 400
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "errors",
+        "lazy",
         "duration",
         "rng",
         "protocols",
@@ -46,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LAYER_OF = {name: height for height, names in enumerate(LAYERS) for name in names}
 # Narrower than their layer allows.
 ONLY = {
-    "registry": {"errors", "protocols", "signatures"},
+    "registry": {"errors", "lazy", "protocols", "signatures"},
     "runs": {"errors", "duration", "protocols", "secrets", "types", "config.training", "config.yaml12", "runs"},
 }
 

@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazily
 
 if TYPE_CHECKING:
-    from etude.data.augment import Augment as Augment
-    from etude.data.coerce import as_data as as_data
-    from etude.data.columns import Columns as Columns
-    from etude.data.device import to_device as to_device
-    from etude.data.digits import Digits as Digits
-    from etude.data.evaluation import evaluation_batches as evaluation_batches
-    from etude.data.lerobot.reader import LeRobotDataset as LeRobotDataset
-    from etude.data.lerobot.writer import LeRobotWriter as LeRobotWriter
-    from etude.data.loader import LoaderData as LoaderData
-    from etude.data.map import MapData as MapData
-    from etude.data.mixture import Mixture as Mixture
-    from etude.data.mixture import MixtureData as MixtureData
-    from etude.data.module import LeRobotDataModule as LeRobotDataModule
-    from etude.data.stream import StreamData as StreamData
-    from etude.data.windows import Windows as Windows
+    from etude.data.augment import Augment
+    from etude.data.coerce import as_data
+    from etude.data.columns import Columns
+    from etude.data.device import to_device
+    from etude.data.digits import Digits
+    from etude.data.evaluation import evaluation_batches
+    from etude.data.lerobot.reader import LeRobotDataset
+    from etude.data.lerobot.writer import LeRobotWriter
+    from etude.data.loader import LoaderData
+    from etude.data.map import MapData
+    from etude.data.mixture import Mixture, MixtureData
+    from etude.data.module import LeRobotDataModule
+    from etude.data.stream import StreamData
+    from etude.data.windows import Windows
+
+__all__ = [
+    "Augment",
+    "Columns",
+    "Digits",
+    "LeRobotDataModule",
+    "LeRobotDataset",
+    "LeRobotWriter",
+    "LoaderData",
+    "MapData",
+    "Mixture",
+    "MixtureData",
+    "StreamData",
+    "Windows",
+    "as_data",
+    "evaluation_batches",
+    "to_device",
+]
 
 _HOMES = {
-    "Augment": "augment",
-    "LeRobotDataModule": "module",
-    "LeRobotDataset": "lerobot.reader",
-    "LeRobotWriter": "lerobot.writer",
-    "Mixture": "mixture",
-    "MixtureData": "mixture",
-    "Columns": "columns",
-    "Digits": "digits",
-    "LoaderData": "loader",
-    "MapData": "map",
-    "StreamData": "stream",
-    "Windows": "windows",
-    "as_data": "coerce",
-    "evaluation_batches": "evaluation",
-    "to_device": "device",
+    "augment": ("Augment",),
+    "coerce": ("as_data",),
+    "columns": ("Columns",),
+    "device": ("to_device",),
+    "digits": ("Digits",),
+    "evaluation": ("evaluation_batches",),
+    "lerobot.reader": ("LeRobotDataset",),
+    "lerobot.writer": ("LeRobotWriter",),
+    "loader": ("LoaderData",),
+    "map": ("MapData",),
+    "mixture": ("Mixture", "MixtureData"),
+    "module": ("LeRobotDataModule",),
+    "stream": ("StreamData",),
+    "windows": ("Windows",),
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazily(__name__, _HOMES)

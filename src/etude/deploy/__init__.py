@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazily
 
 if TYPE_CHECKING:
     from etude.deploy.client import PolicyClient
@@ -12,23 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportedPolicy", "PolicyClient", "PolicyServer", "export_policy", "load_exported"]
 
-# Lazily: the client runs on robots that have no torch.
+# The client runs on robots that have no torch.
 _HOMES = {
-    "ExportedPolicy": "exported",
-    "PolicyClient": "client",
-    "PolicyServer": "server",
-    "export_policy": "export",
-    "load_exported": "exported",
+    "client": ("PolicyClient",),
+    "export": ("export_policy",),
+    "exported": ("ExportedPolicy", "load_exported"),
+    "server": ("PolicyServer",),
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.deploy' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"etude.deploy.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazily(__name__, _HOMES)
