@@ -104,6 +104,25 @@ class Margins(Callback):
         self.found += [value for name, value in metrics.items() if name.endswith("margin")]
 
 
+def control(goal: float = 180.0) -> bool:
+    """A controller of 9,000 weights balances a pole: mean return 180 of 200 within 60 s."""
+    from etude.algorithms.ppo import PPO
+    from etude.policies import ActorCritic
+    from etude.rollouts.explore import EnvironmentRollouts
+
+    curve, began = Curve("control"), time.process_time()
+    data = EnvironmentRollouts("gym:CartPole-v1", 16, options={"render": False, "max_steps": 200})
+    algorithm = PPO(gamma=0.99, epochs=4, minibatches=4, value_clip=None)
+    train(ActorCritic(), data, algorithm, curve, lr=3e-3, schedule="cosine", batch_size=64, training_steps=24)
+    spent, found = time.process_time() - began, curve.first_above(goal)
+    rewards = [row["train/reward"] for row in curve.rows]
+    where = f"at step {found['step']:.0f}, after {found['cpu']:.1f} CPU s" if found else "not reached"
+    print(f"control, CartPole, PPO 16 episodes a step: mean return {rewards[0]:.0f} at first, {goal:.0f} {where} "
+          f"(goal 60 s), {statistics.fmean(rewards[-5:]):.0f} over the last 5 steps; "
+          f"{data.env_steps} environment steps in {spent:.1f} CPU s", flush=True)  # fmt: skip
+    return found is not None and found["cpu"] < 60 and statistics.fmean(rewards[-5:]) > 0.9 * goal
+
+
 def step_costs(model: str, steps: int) -> dict[str, float]:
     """Return the CPU seconds of a step of ours, in all and by part; `model` is tiny or smollm2."""
     curve = Clock()
@@ -173,6 +192,7 @@ def redteam() -> bool:
 PARTS: dict[str, Callable[[], bool | None]] = {
     "digits": digits,
     "dpo": preference,
+    "control": control,
     "tiny-step": lambda: compare_with_trl("tiny", 8, 0.5),
     "addition": addition,
     "smollm2-step": lambda: compare_with_trl("smollm2", 2, 0.67),

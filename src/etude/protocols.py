@@ -75,7 +75,11 @@ class Data(Protocol):
 
 @runtime_checkable
 class Algorithm(Protocol):
-    """How a batch becomes a loss. May also offer `prepare(policy, batch)`, run without gradient before `loss`."""
+    """How a batch becomes a loss.
+
+    May also offer `prepare(policy, batch)`, run without gradient before `loss`, and `attach(trainer)`, called once when
+    the session is there: its `gather` exchanges numbers with the other ranks.
+    """
 
     def loss(self, policy: Any, batch: Any) -> Loss | Mapping[str, Any] | torch.Tensor: ...
 

@@ -306,6 +306,7 @@ POLICY_REGISTRY: Registry[protocols.Policy] = Registry(
     (protocols.Policy,),
     {
         "act": "etude.policies.act:ACT",
+        "actor_critic": "etude.policies.actor_critic:ActorCritic",
         "diffusion": "etude.policies.diffusion:Diffusion",
         "flow": "etude.policies.flow:FlowMatching",
         "language": "etude.policies.language.build:language_model",
@@ -318,6 +319,7 @@ DATASET_BUILDER_REGISTRY: Registry[Any] = Registry(
     (protocols.DatasetFactory, "take", "__getitem__ __len__", "__iter__"),
     {
         "digits": "etude.data.digits:Digits",
+        "environment_rollouts": "etude.rollouts.explore:EnvironmentRollouts",
         "lerobot": "etude.data.module:lerobot_data",
         "rollouts": "etude.rollouts.text:TextRollouts",
         "text": "etude.data.text:TextData",

@@ -1,4 +1,4 @@
-"""The configurations for language models train as their comments say, at small size."""
+"""The configurations for learning from rewards and text train as their comments say, at small size."""
 
 from __future__ import annotations
 
@@ -42,3 +42,19 @@ def test_a_student_follows_a_teacher_that_was_trained_and_exported(
     etude("train", str(CONFIGS / "digits-distillation.yaml"), "run.name=student", *SMALL)
     rows = read_metrics(Path("runs/student/metrics.jsonl"))
     assert "train/teacher_kl" in rows[0]
+    etude(
+        "train", str(CONFIGS / "digits-distillation.yaml"), "run.name=full", "algorithm.params.kind=full", *SMALL
+    )  # fmt: skip
+    assert read_metrics(Path("runs/full/metrics.jsonl"))[0]["train/teacher_kl"] > 0
+
+
+@pytest.mark.slow
+def test_a_controller_learns_from_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gymnasium", reason="gymnasium is not installed (extra: sim)")
+    monkeypatch.chdir(tmp_path)
+    etude(
+        "train", str(CONFIGS / "ppo_control.yaml"), "run.name=pole", "training.training_steps=9", *SMALL[:1], *SMALL[2:]
+    )
+    rows = [row for row in read_metrics(Path("runs/pole/metrics.jsonl")) if "train/reward" in row]
+    assert rows[0]["train/reward"] < 40 and rows[-1]["train/reward"] > 3 * rows[0]["train/reward"]
+    assert any("eval/reward" in row for row in read_metrics(Path("runs/pole/metrics.jsonl")))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazily
 
 if TYPE_CHECKING:
     from etude.algorithms.bc import BehaviorCloning
@@ -30,10 +31,4 @@ _HOMES = {
     "reinforce": ("OPO", "RLOO", "ReMax", "ReinforcePlusPlus"),
     "sft": ("SFT",),
 }
-
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"etude.algorithms.{home}"), name)
-    raise AttributeError(f"module 'etude.algorithms' has no attribute {name!r}")
+__getattr__, __dir__ = lazily(__name__, _HOMES)

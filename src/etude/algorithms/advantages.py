@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from etude.algorithms.masked import masked_whiten
+from etude.algorithms.moments import Gather, alone
 
 Ids = Sequence[Hashable] | Tensor
 Std = Literal["unbiased", "population", "none"]
@@ -115,14 +116,20 @@ def token_rewards(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus(
-    token_rewards_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0, eps: float = 1e-8
+    token_rewards_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    gamma: float = 1.0,
+    eps: float = 1e-8,
+    gather: Gather = alone,
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns): discounted returns, normalised over all tokens of the whole batch at once.
 
-    A_it = (G_it - mean(G)) / sqrt(var(G) + eps), mean and population variance over every token that counts.
+    A_it = (G_it - mean(G)) / sqrt(var(G) + eps), mean and population variance over every token that counts, on all
+    ranks where `gather` is given.
     """
     returns_BT = discounted_returns(token_rewards_BT, mask_BT, gamma=gamma)
-    return masked_whiten(returns_BT, mask_BT, eps=eps), returns_BT
+    return masked_whiten(returns_BT, mask_BT, eps=eps, gather=gather), returns_BT
 
 
 def gae(

@@ -40,6 +40,8 @@ class Distillation(PolicyGradient):
         super().__post_init__()
         if self.kind == "full" and self.teacher is None:
             raise ConfigError("distillation of whole distributions needs a teacher")
+        if self.kind == "full" and (self.kl_coef or self.entropy_coef or self.discount):
+            raise ConfigError("kind: full compares distributions alone; leave out kl_coef, entropy_coef and discount")
 
     def estimate(self, batch: Batch) -> Mapping[str, Tensor]:
         """Return the teacher's grade of each token as its advantage."""
@@ -53,20 +55,26 @@ class Distillation(PolicyGradient):
         if self.kind == "sampled":
             return super().loss(policy, batch)
         text = Batch.of(batch).require("input_ids", "loss_mask")
-        for each, name in ((policy, "student"), (self._teacher(text), "teacher")):
+        teacher = self._teacher(text)
+        for each, name in ((policy, "student"), (teacher, "teacher")):
             if not callable(getattr(each, "logits", None)):
                 raise ConfigError(f"distillation of whole distributions needs a {name} with logits(batch)")
         with torch.no_grad():
-            teacher_BTV = self._teacher(text).logits(text)
-        divergence_BT = losses.full_kl(policy.logits(text), teacher_BTV, text["loss_mask"], direction=self.direction)
+            teacher_BTV = teacher.logits(text) / self.temperature
+        logits_BTV = policy.logits(text) / self.temperature
+        if logits_BTV.shape != teacher_BTV.shape:
+            sizes = f"{logits_BTV.shape[-1]} and {teacher_BTV.shape[-1]}"
+            raise ConfigError(f"student and teacher have vocabularies of {sizes} tokens; kind: sampled needs no more "
+                              "than the tokens of the text in common")  # fmt: skip
+        divergence_BT = losses.full_kl(logits_BTV, teacher_BTV, text["loss_mask"], direction=self.direction)
         metrics = {"teacher_kl": divergence_BT.detach()}
         return aggregate(
             self.coef * divergence_BT, text["loss_mask"], self.aggregation, length=self.length, metrics=metrics
         )
 
-    def prepare(self, policy: Any, batch: Any) -> Batch:
-        """Return a batch with the teacher's grades."""
-        return Batch.of(batch) if self.kind == "full" else super().prepare(policy, batch)
+    def experience(self, policy: Any, batch: Any, *, rows: int | None = None) -> Batch:
+        """Return a whole experience with the teacher's grades; whole distributions are compared in `loss`."""
+        return Batch.of(batch) if self.kind == "full" else super().experience(policy, batch, rows=rows)
 
     def token_metrics(self, log_probs_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return what is worth watching, the divergence from the teacher first."""

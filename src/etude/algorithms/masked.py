@@ -5,8 +5,12 @@ Shape letters: B rows, T tokens.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from etude.algorithms.moments import Gather, Moments, alone
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
@@ -22,17 +26,15 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
     return masked_sum(values, counted, axis) / count.clamp(min=1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+def masked_whiten(
+    values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, gather: Gather = alone
+) -> Tensor:
     """Return (v - mean) / sqrt(variance + eps) over what counts (population variance), and 0 elsewhere.
 
-    Equal values give exactly 0. `shift_mean=False` scales only.
+    Equal values give exactly 0. `shift_mean=False` scales only. With `gather`, mean and variance are those of all
+    ranks; they are constants to autograd.
     """
     counted = (mask != 0).expand_as(values)
-    if not bool(counted.any()):
-        return torch.zeros_like(values)
-    origin = values[counted].min()  # differences from a member: equal values leave no rounding error behind
-    centred = torch.where(counted, values - origin, 0)
-    mean = masked_mean(centred, counted)
-    centred = torch.where(counted, centred - mean, 0)
-    scale = torch.rsqrt(masked_mean(centred * centred, counted) + eps)
-    return torch.where(counted, (centred if shift_mean else values) * scale, 0)
+    whole = Moments.of(values, counted).over(gather)
+    centred = values.double() - (whole.mean if shift_mean else 0.0)
+    return torch.where(counted, centred / math.sqrt(whole.variance + eps), 0).to(values.dtype)

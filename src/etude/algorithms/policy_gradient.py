@@ -5,13 +5,14 @@ Shape letters: B rows, T tokens.
 Statistics over groups need whole groups, so advantages are made once, over the whole experience, before it is cut into
 micro-batches: whoever collects rollouts calls `experience(policy, batch)` (or `advantages(batch)`, if the log-probs and
 values are there already). `prepare` fills in only what is still absent, and `loss` needs nothing but the rows it gets.
+Statistics of a whole experience are those of all ranks: a session attaches the algorithm to its group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,10 +21,14 @@ from etude.algorithms import losses
 from etude.algorithms.advantages import token_rewards
 from etude.algorithms.aggregate import Aggregation, aggregate
 from etude.algorithms.kl import AdaptiveKLController, FixedKLController, Kind, kl
-from etude.algorithms.masked import masked_mean, masked_sum
+from etude.algorithms.masked import masked_sum
+from etude.algorithms.moments import Gather, Moments, alone
 from etude.batches import Batch
 from etude.errors import ConfigError, DataError
 from etude.types import Loss
+
+if TYPE_CHECKING:
+    from etude.trainer import Trainer
 
 
 @dataclass(kw_only=True)
@@ -45,7 +50,7 @@ class PolicyGradient:
     aggregation: Aggregation = "token_mean"
     """How tokens become one loss: token_mean, token_sum, sequence_mean or length_normalised."""
     length: int | None = None
-    """Constant length for length_normalised; None is the width of the batch."""
+    """Constant length for length_normalised; None is the longest completion of each experience."""
     temperature: float = 1.0
     """Temperature that the completions were sampled with."""
     kl_coef: float = 0.0
@@ -79,6 +84,12 @@ class PolicyGradient:
             if self.kl_target is None
             else AdaptiveKLController(self.kl_coef, self.kl_target, self.kl_horizon)
         )
+        self.gather: Gather = alone
+        """How numbers are exchanged with the other ranks."""
+
+    def attach(self, trainer: Trainer) -> None:
+        """Take the statistics of an experience over all ranks of a session from now on."""
+        self.gather = trainer.session.gather
 
     # ---- what an algorithm is ------------------------------------------------------------------------------------
 
@@ -108,7 +119,7 @@ class PolicyGradient:
     # ---- experience ----------------------------------------------------------------------------------------------
 
     def experience(self, policy: Any, batch: Any, *, rows: int | None = None) -> Batch:
-        """Return a whole experience with all that `loss` needs and the batch does not have yet.
+        """Return a whole experience with all that `loss` needs and the batch does not have yet; ranks call together.
 
         Args:
             policy: What will be trained.
@@ -116,7 +127,7 @@ class PolicyGradient:
             rows: Rows to compute at a time; None is all.
         """
         with torch.no_grad():
-            return self._experience(policy, Batch.of(batch).copy().require("input_ids", "loss_mask"), rows)
+            return self._experience(policy, Batch.of(batch).copy().require("loss_mask"), rows)
 
     def _experience(self, policy: Any, whole: Batch, rows: int | None) -> Batch:
         rows = rows or max(len(whole), 1)
@@ -130,8 +141,8 @@ class PolicyGradient:
         whole = self.advantages(whole)
         if self.kl_target is not None:
             divergence = kl(whole["old_log_probs"], whole["ref_log_probs"], self.kl_kind, mask_BT=whole["loss_mask"])
-            counted = int((~whole.is_padding).sum())
-            self.controller.update(float(masked_mean(divergence, whole["loss_mask"])), counted)
+            counted = sum(self.gather(int((~whole.is_padding).sum())))
+            self.controller.update(Moments.of(divergence, whole["loss_mask"]).over(self.gather).mean, counted)
         return whole
 
     def advantages(self, batch: Any) -> Batch:
@@ -142,11 +153,24 @@ class PolicyGradient:
             filled = found.new_zeros(len(whole), *found.shape[1:])
             filled[kept_B] = found
             whole.values[name] = filled
+        if self.aggregation == "length_normalised" and self.length is None:
+            longest = int((whole["loss_mask"] != 0).sum(1).max()) if len(whole) else 0
+            whole.metadata["longest"] = max(1, *self.gather(longest))
         return whole
 
     def prepare(self, policy: Any, batch: Any) -> Batch:
-        """Return a batch with what is absent filled in; one that `experience` has seen comes back as it is."""
-        return self.experience(policy, batch)
+        """Return a batch with what is absent filled in; one that `experience` has seen comes back as it is.
+
+        In evaluation ranks do not keep step and nothing may be learned: the statistics are then the batch's own.
+        """
+        if getattr(policy, "training", True):
+            return self.experience(policy, batch)
+        kept = self.gather, self.controller
+        self.gather, self.controller = alone, FixedKLController(self.controller.value)
+        try:
+            return self.experience(policy, batch)
+        finally:
+            self.gather, self.controller = kept
 
     def _ask_policy(self, policy: Any, batch: Batch, rows: int) -> None:
         if self.needs_values and "values" not in batch.values:
@@ -219,7 +243,8 @@ class PolicyGradient:
             value_BT = self.value_loss(values_BT, batch)
             loss_BT = loss_BT + value_BT
             metrics["value_loss"] = value_BT.detach()
-        return aggregate(loss_BT, mask_BT, self.aggregation, length=self.length, metrics=metrics)
+        length = batch.get("longest") if self.length is None else self.length
+        return aggregate(loss_BT, mask_BT, self.aggregation, length=length, metrics=metrics)
 
     def old_log_probs(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
         """Return the log-probs of the policy that sampled; without any recorded, the present ones."""

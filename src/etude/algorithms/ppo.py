@@ -27,7 +27,7 @@ class PPO(PolicyGradient):
     lam: float = 0.95
     """How far rewards are trusted over values: 0 looks one step ahead, 1 to the end."""
     whiten: bool = True
-    """Normalise the advantages over the whole experience."""
+    """Normalise the advantages over the whole experience, on all ranks."""
     value_coef: float = 0.5
     """Weight of the loss of the values."""
     value_clip: float | None = 0.2
@@ -44,7 +44,9 @@ class PPO(PolicyGradient):
         last_B = torch.as_tensor(batch["bootstrap"]).to(values_BT) if "bootstrap" in batch else None
         rewards_BT = self.token_rewards(batch).to(values_BT.dtype)
         found_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma=self.gamma, lam=self.lam, bootstrap_B=last_B)
-        return {"advantages": masked_whiten(found_BT, mask_BT) if self.whiten else found_BT, "returns": returns_BT}
+        if self.whiten:
+            found_BT = masked_whiten(found_BT, mask_BT, gather=self.gather)
+        return {"advantages": found_BT, "returns": returns_BT}
 
     def value_loss(self, values_BT: Tensor, batch: Batch) -> Tensor:
         """Return the weighed, clipped loss of the values by token."""

@@ -28,7 +28,7 @@ class RLOO(PolicyGradient):
 
 @dataclass(kw_only=True)
 class ReinforcePlusPlus(PolicyGradient):
-    """Normalise the returns of all tokens over the whole batch; needs no groups."""
+    """Normalise the returns of all tokens over the whole batch, on all ranks; needs no groups."""
 
     gamma: float = 1.0
     """Discount of later rewards."""
@@ -42,7 +42,7 @@ class ReinforcePlusPlus(PolicyGradient):
             scores_B = self.scores(batch)
             baseline_B = scores_B - advantages.dr_grpo(scores_B, self.groups(batch), single="raw")
             rewards_BT = rewards_BT - advantages.token_rewards(baseline_B, mask_BT)
-        found_BT, returns_BT = advantages.reinforce_plus_plus(rewards_BT, mask_BT, gamma=self.gamma)
+        found_BT, returns_BT = advantages.reinforce_plus_plus(rewards_BT, mask_BT, gamma=self.gamma, gather=self.gather)
         return {"advantages": found_BT, "returns": returns_BT}
 
 

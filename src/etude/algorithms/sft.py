@@ -13,6 +13,7 @@ import torch
 from etude.algorithms import losses
 from etude.algorithms.aggregate import Aggregation, aggregate
 from etude.batches import Batch
+from etude.errors import ConfigError
 from etude.types import Loss
 
 
@@ -23,7 +24,11 @@ class SFT:
     aggregation: Aggregation = "token_mean"
     """How tokens become one loss: token_mean, token_sum, sequence_mean or length_normalised."""
     length: int | None = None
-    """Constant length for length_normalised; None is the width of the batch."""
+    """Constant length for length_normalised, which needs one."""
+
+    def __post_init__(self) -> None:
+        if self.aggregation == "length_normalised" and self.length is None:
+            raise ConfigError("length_normalised divides by a constant that no cut of a batch changes: give a length")
 
     def loss(self, policy: Any, batch: Any) -> Loss:
         """Return -log p of the tokens."""

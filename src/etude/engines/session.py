@@ -117,10 +117,10 @@ class Session:
         self.optimizations: dict[str, Optimization] = trainer.make_optimizations()
         self.stepper = self._make_stepper()
         self.set_train_mode()
-        sources: list[Any] = [self.data, trainer.eval_data]
-        for source in sources:
-            if hasattr(source, "attach"):
-                source.attach(trainer)
+        attached: list[Any] = [trainer.algorithm, self.data, trainer.eval_data]
+        for part in attached:
+            if hasattr(part, "attach"):
+                part.attach(trainer)
 
     def _choose_threads(self) -> None:
         wanted = self.config.num_threads
@@ -145,10 +145,11 @@ class Session:
 
     def _settle(self) -> None:
         if self.group.world > 2:
-            kept = self.data.state_dict() if hasattr(self.data, "state_dict") else None
+            parts: list[Any] = [part for part in (self.data, self.trainer.algorithm) if hasattr(part, "state_dict")]
+            kept = [part.state_dict() for part in parts]
             micros = self._fetch(self.progress.step)
-            if kept is not None:
-                self.data.load_state_dict(kept)  # type: ignore[attr-defined]
+            for part, state_before in zip(parts, kept, strict=True):
+                part.load_state_dict(state_before)
             seed_everything(fold(self.config.seed, STREAM_INIT, self.group.rank))
             with self.precision.forward():
                 self.strategy.settle(micros[0][0] if isinstance(micros, Updates) else micros[0])
@@ -246,6 +247,14 @@ class Session:
             return self.data.take(step)
         seed_everything(fold(self.config.seed, STREAM_ROLLOUT, step, self.group.rank))
         return self.data.take(step)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the plain value of every rank, in order; to wait for a slower rank does not count as hanging."""
+        phase = self.pulse.phase
+        self.pulse.enter("sync")
+        found = self.group.gather(value)
+        self.pulse.enter(phase)
+        return found
 
     def _interrupt(self, signum: int) -> None:
         # Ranks may each have got a signal; the sum says only that one did.

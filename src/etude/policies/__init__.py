@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazily
 
 if TYPE_CHECKING:
     from etude.policies.act import ACT, ACTPolicy
+    from etude.policies.actor_critic import ActorCritic
     from etude.policies.base import PolicyModule, masked_loss
     from etude.policies.diffusion import Diffusion
     from etude.policies.executor import ActionExecutor
@@ -13,29 +16,17 @@ if TYPE_CHECKING:
     from etude.policies.mlp import MLP
     from etude.policies.observation import ObservationEncoder
 
-__all__ = ["ACT", "MLP", "ACTPolicy", "ActionExecutor", "Diffusion", "FlowMatching", "ObservationEncoder"]
-__all__ += ["PolicyModule", "masked_loss"]
+__all__ = ["ACT", "MLP", "ACTPolicy", "ActionExecutor", "ActorCritic", "Diffusion", "FlowMatching"]
+__all__ += ["ObservationEncoder", "PolicyModule", "masked_loss"]
 
 _HOMES = {
-    "ACT": "act",
-    "ACTPolicy": "act",
-    "ActionExecutor": "executor",
-    "Diffusion": "diffusion",
-    "FlowMatching": "flow",
-    "MLP": "mlp",
-    "ObservationEncoder": "observation",
-    "PolicyModule": "base",
-    "masked_loss": "base",
+    "act": ("ACT", "ACTPolicy"),
+    "actor_critic": ("ActorCritic",),
+    "base": ("PolicyModule", "masked_loss"),
+    "diffusion": ("Diffusion",),
+    "executor": ("ActionExecutor",),
+    "flow": ("FlowMatching",),
+    "mlp": ("MLP",),
+    "observation": ("ObservationEncoder",),
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.policies' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"etude.policies.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -169,7 +169,7 @@ class PolicyActor:
         actions: list[Array] = []
         for group in groups:
             seed_everything(group[0].key)
-            rows = [self._tensors(seat) for seat in group]
+            rows = [self.tensors(seat) for seat in group]
             batch = {name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]}
             began = time.perf_counter()
             slots = {"slots": [seat.slot for seat in group]} if self._takes_slots else {}
@@ -180,7 +180,8 @@ class PolicyActor:
             actions.extend(chosen.numpy())
         return actions
 
-    def _tensors(self, seat: Seat) -> dict[str, Tensor]:
+    def tensors(self, seat: Seat) -> dict[str, Tensor]:
+        """Return what the policy looks at of an observation, images as (C, H, W)."""
         seen: dict[str, Tensor] = {}
         wanted = self.spec
         for name, value in seat.observation.items():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from etude.errors import EtudeError
 from etude.rollouts.actors import Actor, Seat
 from etude.rollouts.environments import make_environment
-from etude.rollouts.environments.base import Array, Environment, Observation
+from etude.rollouts.environments.base import Array, Environment, Observation, StepOutcome
 from etude.rollouts.results import EpisodeRow
 from etude.rollouts.seeds import action_key, episode_seed
 from etude.rollouts.video import frame_stride, write_video
@@ -24,6 +26,21 @@ class Job:
     episode: int
     video: Path | None = None
     """Where to leave a film of it."""
+    start: int | None = None
+    """The episode whose beginning it has; None is its own. Episodes of one start differ in what the actor draws."""
+
+
+class Witness(Protocol):
+    """Sees what happens in episodes, step by step. An episode in which `began` or `saw` raises has failed."""
+
+    def began(self, job: Job, observation: Observation) -> None:
+        """Take note of how an episode begins."""
+
+    def saw(self, job: Job, seat: Seat, action: Array, outcome: StepOutcome) -> None:
+        """Take note of a step."""
+
+    def lost(self, job: Job, error: Exception) -> None:
+        """Take note of an episode that failed, or raise to end it all."""
 
 
 @dataclass
@@ -38,8 +55,12 @@ class Stopwatch:
 class EnvironmentPool:
     """Makes environments as they are needed, and keeps those that are free for the next episode."""
 
-    def __init__(self, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self._options = options or {}
+    def __init__(
+        self,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        make: Callable[..., Environment] = make_environment,
+    ) -> None:
+        self._options, self._make = options or {}, make
         self._free: dict[str, list[Environment]] = {}
         self._made: list[Environment] = []
 
@@ -47,13 +68,19 @@ class EnvironmentPool:
         """Return an environment that nobody uses."""
         if free := self._free.get(name):
             return free.pop()
-        made = make_environment(name, **self._options.get(name, {}))
+        made = self._make(name, **self._options.get(name, {}))
         self._made.append(made)
         return made
 
     def give(self, name: str, env: Environment) -> None:
         """Give an environment back."""
         self._free.setdefault(name, []).append(env)
+
+    def discard(self, env: Environment) -> None:
+        """Forget an environment that failed, and close it if it still can be."""
+        self._made.remove(env)
+        with suppress(Exception):
+            env.close()
 
     def close(self) -> None:
         """Close every environment."""
@@ -94,6 +121,7 @@ class EpisodeRunner:
         seed: The root of all seeds.
         slots: Episodes that run side by side.
         heartbeat: Called after every step of all slots.
+        witness: Sees every step, and lives with episodes that fail; without one, a failure ends it all.
     """
 
     def __init__(
@@ -105,10 +133,11 @@ class EpisodeRunner:
         seed: int,
         slots: int,
         heartbeat: Callable[[], None] | None = None,
+        witness: Witness | None = None,
     ) -> None:
         self._actor, self._pool, self._split, self._seed = actor, pool, split, seed
         self._slots = slots if actor.most_slots is None else min(slots, actor.most_slots)
-        self._heartbeat = heartbeat
+        self._heartbeat, self._witness = heartbeat, witness
         self.stopwatch = Stopwatch()
 
     def run(self, jobs: Iterable[Job]) -> Iterator[EpisodeRow]:
@@ -118,24 +147,38 @@ class EpisodeRunner:
         with self._actor.session():
             while True:
                 for slot in range(self._slots):
-                    if slot not in running and (job := next(waiting, None)) is not None:
-                        running[slot] = self._begin(slot, job)
+                    while slot not in running and (job := next(waiting, None)) is not None:
+                        if (begun := self._begin(slot, job)) is not None:
+                            running[slot] = begun
                 if not running:
                     return
                 yield from self._step(running)
                 if self._heartbeat is not None:
                     self._heartbeat()
 
-    def _begin(self, slot: int, job: Job) -> _Running:
+    def _begin(self, slot: int, job: Job) -> _Running | None:
+        """Return the episode, or None if it failed at once."""
         began = time.perf_counter()
         env = self._pool.take(job.env)
         self._actor.check(env)
-        seed = episode_seed(self._seed, self._split, job.episode)
-        episode = _Running(job, env, seed, env.reset(seed))
+        seed = episode_seed(self._seed, self._split, job.episode if job.start is None else job.start)
+        try:
+            episode = _Running(job, env, seed, env.reset(seed))
+            if self._witness is not None:
+                self._witness.began(job, episode.observation)
+        except Exception as error:  # noqa: BLE001 - a simulator may fail in any way
+            self._lose(job, env, error)
+            return None
         episode.film()
         self._actor.reset(slot)
         self.stopwatch.simulating_s += time.perf_counter() - began
         return episode
+
+    def _lose(self, job: Job, env: Environment, error: Exception) -> None:
+        if self._witness is None or isinstance(error, EtudeError):
+            raise error
+        self._witness.lost(job, error)
+        self._pool.discard(env)
 
     def _step(self, running: dict[int, _Running]) -> Iterator[EpisodeRow]:
         began = time.perf_counter()
@@ -145,9 +188,7 @@ class EpisodeRunner:
         ]
         actions = self._actor.act(seats)
         acted = time.perf_counter()
-        ended = [
-            slot for slot, action in zip(list(running), actions, strict=True) if self._advance(running[slot], action)
-        ]
+        ended = [seat.slot for seat, action in zip(seats, actions, strict=True) if self._advance(running, seat, action)]
         self.stopwatch.acting_s += acted - began
         self.stopwatch.simulating_s += time.perf_counter() - acted
         self.stopwatch.env_steps += len(seats)
@@ -159,9 +200,17 @@ class EpisodeRunner:
             self._pool.give(episode.job.env, episode.env)
             yield episode.row()
 
-    @staticmethod
-    def _advance(episode: _Running, action: Array) -> bool:
-        outcome = episode.env.step(action)
+    def _advance(self, running: dict[int, _Running], seat: Seat, action: Array) -> bool:
+        """Take one step of an episode; return whether it has ended. One that fails is taken off its slot."""
+        episode = running[seat.slot]
+        try:
+            outcome = episode.env.step(action)
+            if self._witness is not None:
+                self._witness.saw(episode.job, seat, action, outcome)
+        except Exception as error:  # noqa: BLE001 - a simulator may fail in any way
+            del running[seat.slot]
+            self._lose(episode.job, episode.env, error)
+            return False
         episode.observation = outcome.observation
         episode.steps += 1
         episode.reward += outcome.reward

@@ -99,7 +99,7 @@ class Experience:
         """Let all ranks take equally many updates; what a rank is short of weighs nothing."""
         if self.place.world == 1:
             return groups
-        most = max(self._trainer.session.group.gather(len(groups)))
+        most = max(self._trainer.session.gather(len(groups)))
         spare = next((sample for group in groups for sample in group), None) or next(iter(self._pending), None)
         if len(groups) < most and spare is None:
             raise RolloutError(f"rank {self.place.rank} collected no samples; collect more episodes per experience")
@@ -126,7 +126,7 @@ class Experience:
         """Return the batches that wait to be trained on."""
         everyone = [(self.place.rank, self._plain())]
         if self.place.world > 1:
-            everyone = self._trainer.session.group.gather(everyone[0])
+            everyone = self._trainer.session.gather(everyone[0])
         return {"pending": {str(rank): waiting for rank, waiting in everyone if waiting}}
 
     def _plain(self) -> list[Any]:

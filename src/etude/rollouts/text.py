@@ -6,15 +6,17 @@ a function of (seed, step, prompt, completion), so that a resumed run draws the 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
+from etude.algorithms.moments import Moments
 from etude.batches import Batch
 from etude.data.order import Order
 from etude.errors import ConfigError, RolloutError
@@ -25,6 +27,7 @@ from etude.rollouts.conversation import Conversation, Rollout
 from etude.rollouts.rewards import RewardFunction, Rewards
 from etude.rollouts.sources import make_reward, make_tasks
 from etude.rollouts.tasks import Task
+from etude.rollouts.updates import as_updates, weightless
 from etude.trajectories import Trajectory
 from etude.types import DataSpec, Updates
 
@@ -96,7 +99,7 @@ class TextRollouts:
 
     def attach(self, trainer: Trainer) -> None:
         """Learn who draws, and how advantages are made."""
-        self._trainer = trainer
+        self._trainer, self._gather = trainer, trainer.session.gather
         algorithm = trainer.algorithm
         if not hasattr(algorithm, "experience"):
             raise ConfigError(
@@ -129,13 +132,13 @@ class TextRollouts:
             self._compare_with_greedy(policy, step)
         good = [rollout for rollout in self.rollouts if rollout.reward is not None]
         self._measure(good)
-        if not good:
+        if not sum(self._gather(len(good))):
             reason = next((rollout.error for rollout in self.rollouts), None)
             raise RolloutError(f"all {len(self.rollouts)} rollouts of step {step} failed; the first: {reason}")
         with self._timed("prepare"):
-            batch = as_batch(good, policy.pad_token_id)
-            batch = algorithm.experience(policy, batch, rows=self.place.batch_size)
-            return Updates(list(self._groups(batch, step, algorithm)))
+            batch = as_batch(good or self.rollouts[:1], policy.pad_token_id)
+            batch = algorithm.experience(policy, batch if good else weightless(batch), rows=self.place.batch_size)
+            return as_updates(batch, algorithm, self.place, step, self._gather)
 
     def ids(self, step: int) -> Sequence[Any]:
         """Name the tasks of a step."""
@@ -243,33 +246,18 @@ class TextRollouts:
         for rollout in self.rollouts:
             rollout.greedy_reward = found[rollout.group].reward
             if rollout.greedy_reward is None:
-                rollout.reward, rollout.error = None, found[rollout.group].error
+                rollout.greedy_reward, rollout.reward, rollout.error = 0.0, None, found[rollout.group].error
 
     # ---- batches -------------------------------------------------------------------------------------------------
-
-    def _groups(self, batch: Batch, step: int, algorithm: Any) -> Iterator[list[Batch]]:
-        """Cut an experience into updates, and updates into micro-batches."""
-        updates, policy = getattr(algorithm, "minibatches", 1), cast(Any, self._trainer.policy)
-        for epoch in range(getattr(algorithm, "epochs", 1)):
-            rows = np.arange(len(batch))
-            if updates > 1:
-                rows = np.random.Generator(np.random.Philox(fold(self.place.seed, step, epoch))).permutation(rows)
-            for part in np.array_split(rows, updates):
-                # A rank whose rollouts failed has a row that weighs nothing for every update it is short of.
-                chosen = batch.select(part.tolist()) if len(part) else _weightless(batch)
-                yield [
-                    Batch.remove_redundant_right_padding(micro, policy.pad_token_id)
-                    for micro in chosen.split(self.place.batch_size)
-                ]
 
     def _measure(self, good: Sequence[Rollout]) -> None:
         total = len(self.rollouts)
         found = {"rollout/failed": (1 - len(good) / max(1, total), float(total))}
+        rewards = Moments.of(torch.tensor([rollout.reward for rollout in good], dtype=torch.float64))
+        deviation = math.sqrt(rewards.over(self._gather).variance)
         if good:
-            count = float(len(good))
-            rewards = np.array([rollout.reward for rollout in good], dtype=np.float64)
-            found["reward"] = (float(rewards.mean()), count)
-            found["reward_std"] = (float(rewards.std()), count)
+            count = rewards.count
+            found["reward"], found["reward_std"] = (rewards.mean, count), (deviation, count)
             found["rollout/tokens"] = (float(np.mean([sum(rollout.loss_mask) for rollout in good])), count)
             truncated = [rollout.finish_reason == "length" for rollout in good]
             found["rollout/truncated"] = (float(np.mean(truncated)), count)
@@ -283,12 +271,6 @@ class TextRollouts:
         began = time.perf_counter()
         yield
         self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - began
-
-
-def _weightless(batch: Batch) -> Batch:
-    row = batch.select([0])
-    row.values["loss_mask"] = torch.zeros_like(row.values["loss_mask"])
-    return row
 
 
 def as_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:

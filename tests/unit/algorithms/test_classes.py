@@ -64,7 +64,7 @@ def update_by_hand(name: str, table: np.ndarray, batch: Batch, advantages: np.nd
     if name in ("grpo", "gspo"):
         return float((tokens.sum(1) / lengths).mean())
     if name == "dr_grpo":
-        return float(tokens.sum() / ids.shape[1] / len(ids))
+        return float(tokens.sum() / lengths.max() / len(ids))
     return float(tokens.sum() / mask.sum())
 
 

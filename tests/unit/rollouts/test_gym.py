@@ -72,7 +72,9 @@ def test_aloha_repeats_itself_with_and_without_a_camera(task: str) -> None:
 
 def test_discrete_and_continuous_actions_are_told_apart() -> None:
     assert make_environment("gym:CartPole-v1", render=False).spec["action"] == Feature((), "int64", "action", classes=2)
-    assert make_environment("gym:Pendulum-v1", render=False).spec["action"] == Feature((1,), "float32", "action")
+    bounds = {"min": [-2.0], "max": [2.0]}
+    torque = Feature((1,), "float32", "action", stats=bounds)
+    assert make_environment("gym:Pendulum-v1", render=False).spec["action"] == torque
 
 
 def test_success_may_be_a_sum_of_rewards() -> None:

@@ -12,14 +12,17 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed (extra: llm)")
 
 from etude import Callback, Trainer, TrainingConfiguration
-from etude.algorithms.grpo import GRPO
+from etude.algorithms.grpo import GRPO, DrGRPO
 from etude.algorithms.ppo import PPO
-from etude.algorithms.reinforce import RLOO, ReMax
+from etude.algorithms.reinforce import RLOO, ReinforcePlusPlus, ReMax
 from etude.errors import ConfigError, RolloutError
 from etude.policies.language import LanguageModel
+from etude.protocols import Place
 from etude.rollouts.conversation import Turn
 from etude.rollouts.tasks import Task
 from etude.rollouts.text import TextRollouts
+from etude.runs.checkpoint import CheckpointStore
+from etude.runs.metrics import read_metrics
 from tests.crash.harness import compare
 from tests.processes import reap, run_ranks, spawn
 
@@ -93,22 +96,66 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, algorithm: Any) -> Non
     assert compare(tmp_path / "killed", tmp_path / "whole") is None
 
 
-@pytest.mark.slow
-def test_two_ranks_draw_what_one_process_draws(tmp_path: Path) -> None:
-    make(tmp_path / "alone", batch_size=16, training_steps=3, optimizer="sgd").fit()
-    assert run_ranks(lambda: make(tmp_path / "two", batch_size=8, training_steps=3, optimizer="sgd").fit(), 2) == [0, 0]
-    from etude.runs.checkpoint import CheckpointStore
-    from etude.runs.metrics import read_metrics
+def even_tasks_only(task: Task, text: str) -> float:
+    """Fail on every other prompt, so that one of two ranks may be left with nothing."""
+    if int(task.id) % 2:
+        raise ValueError("odd")
+    return text.count("1") + 0.1 * len(text)
 
-    rewards = [
-        [row["train/reward"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "train/reward" in row]
-        for name in ("alone", "two")
-    ]
-    assert rewards[0] == pytest.approx(rewards[1], abs=1e-12)
-    one, two = (
-        CheckpointStore(tmp_path / name / "checkpoints").load("last").tree["policy"] for name in ("alone", "two")
-    )
-    assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-6
+
+MADE = {
+    "GRPO": GRPO,
+    "DrGRPO, several updates": lambda: DrGRPO(epochs=2, minibatches=3),
+    "REINFORCE++": ReinforcePlusPlus,
+    "PPO, several updates": lambda: PPO(epochs=2, minibatches=2),
+    "RLOO with an adaptive KL": lambda: RLOO(kl_coef=0.1, kl_in="reward", kl_target=0.01, kl_horizon=100.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, world, reward",
+    [
+        ("GRPO", 2, None),
+        ("DrGRPO, several updates", 2, None),
+        ("REINFORCE++", 2, None),
+        ("REINFORCE++", 2, even_tasks_only),
+        ("PPO, several updates", 2, None),
+        ("RLOO with an adaptive KL", 3, None),
+    ],
+)
+def test_ranks_train_as_one_process_does(tmp_path: Path, name: str, world: int, reward: Any) -> None:
+    def train(run: str, batch_size: int) -> None:
+        tasks: Any = "digits" if reward is None else [f"say {number}: " for number in range(6)]
+        data = TextRollouts(tasks, reward, prompts_per_step=6, group_size=4, max_new_tokens=8)
+        settings = {"batch_size": batch_size, "training_steps": 3, "optimizer": "sgd", "shuffle": reward is None}
+        make(tmp_path / run, MADE[name](), value_head=name.startswith("PPO"), data=data, lr=0.05, **settings).fit()
+
+    train("alone", 24)
+    assert run_ranks(lambda: train("shared", 24 // world), world) == [0] * world
+    logged = [read_metrics(tmp_path / run / "metrics.jsonl") for run in ("alone", "shared")]
+    assert len(logged[0]) == 3 and "train/reward_std" in logged[0][0]
+    for one, other in zip(*logged, strict=True):
+        for key in (key for key in one if key.startswith("train/")):
+            assert one[key] == pytest.approx(other[key], abs=2e-5), key
+        assert one["train/reward_std"] == pytest.approx(other["train/reward_std"], abs=1e-12)
+    one, other = (CheckpointStore(tmp_path / run / "checkpoints").load("last").tree for run in ("alone", "shared"))
+    assert one["algorithm"]["kl_coef"] == pytest.approx(other["algorithm"]["kl_coef"], rel=1e-6)
+    moved = LanguageModel.tiny(seed=0).state_dict()
+    assert max((one["policy"][key] - moved[key]).abs().max().item() for key in moved) > 1e-4
+    assert max((one["policy"][key] - other["policy"][key]).abs().max().item() for key in one["policy"]) < 1e-6
+
+
+def test_the_completions_of_a_prompt_stay_on_one_rank_whatever_the_number_of_ranks() -> None:
+    for world in (1, 2, 3):
+        seen: list[int] = []
+        for rank in range(world):
+            data = TextRollouts("digits", prompts_per_step=6, group_size=2, max_new_tokens=2)
+            data.open(Place(rank=rank, world=world))
+            drawn = data.draw(LanguageModel.tiny(seed=0), data._positions(step=5), seed=1)
+            assert [rollout.group for rollout in drawn] == [str(place) for place in data._positions(5) for _ in "ab"]
+            seen += data._positions(5)
+        assert sorted(seen) == list(range(30, 36))
 
 
 def test_a_rollout_whose_reward_fails_is_dropped_and_the_others_trained_on() -> None:

@@ -248,6 +248,22 @@ class LanguageModel(nn.Module):
         values = None if found.values is None else _place(found.values, layout)
         return LogProbs(log_probs, values, None if found.entropy is None else _place(found.entropy, layout))
 
+    def logits(self, batch: Any) -> Tensor:
+        """Return the scores of the whole vocabulary for every counted token, given those before it: (B, T, V).
+
+        They stand where the token stands, and are zero where none counts (see `log_probs`).
+        """
+        layout = lay_out(batch, share=self._shares_prompts(), device=self.device)
+        rows, width = layout.shape
+        head = self.causal.get_output_embeddings()
+        if not layout.target_N.numel():
+            nothing = self._compute(layout).log_probs.sum()
+            return nothing + self._weight().new_zeros(rows, width, head.weight.shape[0])
+        hidden_NH, logits_NV = self._hidden(layout)
+        logits_NV = head(hidden_NH) if logits_NV is None else logits_NV
+        placed = logits_NV.new_zeros(rows * width, logits_NV.shape[1]).index_put((layout.place_N,), logits_NV)
+        return placed.view(rows, width, -1)
+
     def forward(self, batch: Any) -> Loss:
         """Return the cross-entropy of the counted tokens, each weighed by its `loss_mask` if there is one."""
         layout = lay_out(batch, share=self._shares_prompts(), device=self.device)
@@ -263,7 +279,9 @@ class LanguageModel(nn.Module):
     ) -> LogProbs:
         """Return what is asked for each counted token, (N)."""
         if not layout.target_N.numel():
-            nothing = self._weight().reshape(-1)[:0] * 1.0  # empty, but a part of the graph
+            # Empty, but a part of the graph with all that is trained: ranks that have nothing to say must still reduce.
+            trained = [p.reshape(-1)[:0] for p in self.parameters() if p.requires_grad]
+            nothing = torch.cat(trained or [self._weight().reshape(-1)[:0]]) * 1.0
             return LogProbs(nothing, nothing if with_values else None, nothing if with_entropy else None)
         hidden_NH, logits_NV = self._hidden(layout)
         if logits_NV is not None:

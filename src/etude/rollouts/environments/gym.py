@@ -165,4 +165,7 @@ def _describe_action(space: Any, id: str) -> tuple[Feature, Array | None, Array 
         return Feature((), "int64", "action", classes=int(space.n)), None, None
     if not isinstance(space, spaces.Box):
         raise ConfigError(f"{id} acts in {type(space).__name__}; only Box and Discrete actions can be learned")
-    return Feature(tuple(space.shape), "float32", "action"), space.low, space.high
+    # Bounds are the statistics of an action that nobody has recorded yet.
+    is_bounded = bool(np.isfinite(space.low).all() and np.isfinite(space.high).all())
+    bounds = {"min": space.low.tolist(), "max": space.high.tolist()} if is_bounded else None
+    return Feature(tuple(space.shape), "float32", "action", stats=bounds), space.low, space.high
