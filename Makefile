@@ -4,7 +4,7 @@
 
 BIN := .venv/bin
 EXTRAS ?= dev
-TEST_EXTRAS := dev hf lightning llm report sim
+TEST_EXTRAS := dev hf lightning llm ray report sim
 PYTEST_ARGS ?=
 # A file at a time, on both cores; 0 runs everything in one process.
 PYTEST_WORKERS ?= 2

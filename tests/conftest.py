@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.ray_cluster import ray_cluster
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -37,6 +40,20 @@ def no_secrets_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 def child_env(tmp_path: Path) -> dict[str, str]:
     """The environment for child processes: one thread, no hub, warnings left to the child, a home of their own."""
     return {**os.environ, **_CHILD_SETTINGS, "HOME": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.fixture(scope="session")
+def ray_variables() -> Iterator[dict[str, str]]:
+    """The variables by which drivers find a Ray cluster that lives as long as the session."""
+    with ray_cluster() as variables:
+        yield variables
+
+
+@pytest.fixture
+def on_ray_cluster(ray_variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes that this test starts find the session's Ray cluster."""
+    for name, value in ray_variables.items():
+        monkeypatch.setenv(name, value)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

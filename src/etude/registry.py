@@ -356,6 +356,7 @@ ENGINE_REGISTRY: Registry[protocols.Engine] = Registry(
             "etude.engines.huggingface.engine:HuggingFaceEngine", (), "transformers.training_args:TrainingArguments"
         ),
         "lightning": "etude.engines.lightning.engine:LightningEngine",
+        "ray": "etude.engines.ray.engine:RayEngine",
         "torch": "etude.engines.torch:TorchEngine",
     },
     noun="engine",
@@ -467,6 +468,11 @@ _entry_points_read = False
 def is_plugin_file(plugin: str) -> bool:
     """Tell whether a plugin is named as a file rather than as a module."""
     return plugin.endswith(".py") or "/" in plugin or os.sep in plugin
+
+
+def loaded_plugins() -> list[str]:
+    """Name what `load_plugins` has loaded, in that order, so that another process can load the same."""
+    return [path if name.startswith("etude_plugin_") else name for path, name in _PLUGIN_FILES.items()]
 
 
 def load_plugins(modules: Iterable[str]) -> None:

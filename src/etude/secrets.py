@@ -30,6 +30,11 @@ def register_secret(value: Any) -> None:
     _spellings = tuple(sorted({*_spellings, *forms}, key=lambda form: (-len(form), form)))
 
 
+def known_secrets() -> tuple[str, ...]:
+    """Return what `redact` hides, for a process that is to hide the same."""
+    return _spellings
+
+
 def _is_path(text: str) -> bool:
     """Tell whether a value names something on this disk: `${env:DATA_DIR}` is no secret."""
     return os.path.isabs(text) and "\0" not in text and os.path.exists(text)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 import etude.engines.huggingface.engine
-import etude.engines.lightning.engine  # noqa: F401 - before anything is forked
+import etude.engines.lightning.engine
+import etude.engines.ray.engine  # noqa: F401 - before anything is forked
 from tests.contract import table
 from tests.contract.probes import EXCEPTIONS, GUARANTEES
 from tests.contract.subjects import SUBJECTS, Subject
+from tests.ray_cluster import ray_cluster
 
 
 def main() -> None:
+    with ray_cluster() as variables:
+        os.environ.update(variables)
+        probe_all()
+
+
+def probe_all() -> None:
     found: dict[tuple[str, Subject], str] = {}
     for name, (_, probe) in GUARANTEES.items():
         for subject in SUBJECTS:

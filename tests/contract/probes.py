@@ -20,17 +20,17 @@ from etude.errors import NonFiniteError
 from etude.protocols import Place
 from etude.runs.checkpoint import CheckpointStore
 from etude.runs.directory import Run
-from tests.contract.subjects import GLOBAL_BATCH, SETTINGS, BrokenData, SendSignal, Subject, train
+from tests.contract.subjects import GLOBAL_BATCH, SETTINGS, BrokenData, KilledOnce, SendSignal, Subject, train
 from tests.crash.harness import compare
 from tests.crash.workload import Noisy
-from tests.processes import kill, reap, run_ranks, spawn
+from tests.processes import kill, reap, run_ranks, spawn, wait_for
 
 ALONE = Subject("torch")
 
 
 def launch(subject: Subject, run: Path, **options: Any) -> list[int]:
     """Run a subject to its end and return the ranks' exit codes; what it says is kept beside the run."""
-    return run_ranks(partial(_child, subject, run, options), subject.ranks)
+    return run_ranks(partial(_child, subject, run, options), subject.processes, 240.0 if subject.has_driver else 60.0)
 
 
 def _child(subject: Subject, run: Path, options: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ def _child(subject: Subject, run: Path, options: dict[str, Any]) -> None:
 
 def good(subject: Subject) -> list[int]:
     """The exit codes of a run that ended well."""
-    return [0] * subject.ranks
+    return [0] * subject.processes
 
 
 def last(run: Path) -> Any:
@@ -72,12 +72,14 @@ def parity(subject: Subject, folder: Path) -> str:
 
 def exact_resume(subject: Subject, folder: Path) -> str:
     """Runs killed at random instants end as one that was left alone: weights, optimizer, averages, rates, metrics."""
+    if subject.has_driver:
+        return exact_resume_of_workers(subject, folder)
     began = time.perf_counter()
     assert launch(subject, folder / "whole") == good(subject)
     length_s, draw, killed = time.perf_counter() - began, random.Random(str(subject)), 0
     for trial in range(3):
         run = folder / f"killed-{trial}"
-        pids = spawn(partial(_child, subject, run, {}), subject.ranks)
+        pids = spawn(partial(_child, subject, run, {}), subject.processes)
         time.sleep(draw.uniform(0.2, 0.8) * length_s)
         kill(pids)
         killed += -signal.SIGKILL in reap(pids)
@@ -90,13 +92,34 @@ def exact_resume(subject: Subject, folder: Path) -> str:
     return "bit for bit"
 
 
+def exact_resume_of_workers(subject: Subject, folder: Path) -> str:
+    """A worker is killed and the driver starts the group again; then the driver is killed, and started again."""
+    assert launch(peer(subject), folder / "whole") == good(peer(subject))
+    run, draw = folder / "killed", random.Random(str(subject))
+    options = {"kind": KilledOnce, "engine": {"max_failures": 1}}
+    pids = spawn(partial(_child, subject, run, options), subject.processes)
+    wait_for(run / "killed", 240.0)
+    wait_for(run / "checkpoints" / "step-00000030", 240.0)
+    time.sleep(draw.uniform(0.0, 0.05))
+    kill(pids)
+    assert reap(pids) == [-signal.SIGKILL]
+    assert launch(subject, run) == good(subject)
+    assert compare(run, folder / "whole") is None
+    return "bit for bit"
+
+
+def peer(subject: Subject) -> Subject:
+    """Return who makes the run to compare with: the subject, or the torch engine where starting takes long."""
+    return Subject("torch", subject.ranks) if subject.has_driver else subject
+
+
 def exact_accumulation(subject: Subject, folder: Path) -> str:
     """Every split of one global batch, of samples with unequal weights, makes the same update."""
     options = {"plain": True, "training_steps": 3, "precision": "float64", "evaluate_every": None}
     whole = {"batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1}
     assert launch(ALONE, folder / "whole", **options, **whole) == [0]
     share = GLOBAL_BATCH // subject.ranks
-    for batch_size in (size for size in (8, 4, 2, 1) if size <= share):
+    for batch_size in (size for size in ((1,) if subject.has_driver else (8, 4, 2, 1)) if size <= share):
         run = folder / f"by-{batch_size}"
         split = {"batch_size": batch_size, "gradient_accumulation_steps": share // batch_size}
         assert launch(subject, run, **options, **split) == good(subject)
@@ -115,7 +138,7 @@ def finite_guard(subject: Subject, folder: Path) -> str:
     """A sample that is not a number stops the run before the update, and the error says where."""
     run, bad = folder / "run", sample_of_step(3)
     codes = launch(subject, run, bad=bad, save_every=1)
-    assert codes == [NonFiniteError.exit_code] * subject.ranks
+    assert codes == [NonFiniteError.exit_code] * subject.processes
     found = last(run)
     assert all(torch.isfinite(value).all() for value in found.tree["policy"].values())
     said = run.with_suffix(".said").read_text()
@@ -127,17 +150,23 @@ def finite_guard(subject: Subject, folder: Path) -> str:
 
 def safe_checkpoints(subject: Subject, folder: Path) -> str:
     """A damaged checkpoint is found, said, and the one before it used: the run ends as if nothing had happened."""
-    assert launch(subject, folder / "whole") == good(subject)
-    for damage in (_flip, _cut, _delete):
-        run = folder / damage.__name__.strip("_")
+    reference = peer(subject)
+    assert launch(reference, folder / "whole") == good(reference)
+    single = [{30: _flip}, {30: _cut}, {30: _delete}]
+    for damages in [{30: _flip, 25: _cut, 20: _delete}] if subject.has_driver else single:
+        run = folder / "-".join(damage.__name__.strip("_") for damage in damages.values())
         shutil.copytree(folder / "whole", run, symlinks=True)
         store = CheckpointStore(run / "checkpoints")
         for step in store.steps():
             if step > 30:
                 shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
-        damage(max((run / "checkpoints" / "step-00000030").glob("*.safetensors"), key=lambda path: path.stat().st_size))
+        for step, damage in damages.items():
+            files = (run / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
+            damage(max(files, key=lambda path: path.stat().st_size))
         assert launch(subject, run) == good(subject)
-        assert "step-00000030" in run.with_suffix(".said").read_text(), "nothing was said of the damaged checkpoint"
+        said = run.with_suffix(".said").read_text()
+        for step in damages:
+            assert f"step-{step:08d}" in said, "nothing was said of the damaged checkpoint"
         assert compare(run, folder / "whole") is None
     return "yes"
 
@@ -160,10 +189,11 @@ def full_length(subject: Subject, folder: Path) -> str:
     """A run that is stopped or fails early never exits with 0; what it had is saved, and a second run completes it."""
     run = folder / "stopped"
     codes = launch(subject, run, callbacks=[SendSignal(12, signal.SIGTERM)])
-    assert codes == [128 + signal.SIGTERM] * subject.ranks
+    assert codes == [128 + signal.SIGTERM] * subject.processes
     assert last(run).step == 13, "a signal after step 12 is heard in the next one, which is saved"
-    assert launch(subject, run) == good(subject)
-    assert last(run).step == 50
+    if not subject.has_driver:  # going on is probed elsewhere
+        assert launch(subject, run) == good(subject)
+        assert last(run).step == 50
     codes = launch(subject, folder / "failed", kind=BrokenData)
     assert 0 not in codes
     return "yes"

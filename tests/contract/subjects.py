@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,26 @@ class Subject:
     def __str__(self) -> str:
         return self.engine if self.ranks == 1 else f"{self.engine} x {self.ranks}"
 
+    @property
+    def has_driver(self) -> bool:
+        """Whether one process starts the ranks and speaks for them; starting them then takes many seconds."""
+        return self.engine == "ray"
 
-ENGINES = ("torch", "huggingface", "lightning")
+    @property
+    def processes(self) -> int:
+        """How many processes a user starts."""
+        return 1 if self.has_driver else self.ranks
+
+    def make_engine(self, **options: Any) -> Any:
+        """Return what a trainer takes as its engine."""
+        if not self.has_driver:
+            return self.engine
+        from etude.engines.ray import RayEngine
+
+        return RayEngine(num_workers=self.ranks, **options)
+
+
+ENGINES = ("torch", "huggingface", "lightning", "ray")
 SUBJECTS = [Subject(engine, ranks) for engine in ENGINES for ranks in (1, 2)]
 
 GLOBAL_BATCH = 8
@@ -38,34 +58,61 @@ SETTINGS: dict[str, Any] = {
 
 def train(
     subject: Subject, run: Path, *, kind: type[Trainer] = WeightedTrainer, callbacks: list[Callback] | None = None,
-    plain: bool = False, bad: int | None = None, **config: Any,
+    plain: bool = False, bad: int | None = None, engine: dict[str, Any] | None = None, **config: Any,
 ) -> None:  # fmt: skip
     """Train, or go on training, with one rank's share of the global batch; `plain` leaves randomness out."""
     torch.set_num_threads(1)
     data = Noisy(37, augment=not plain)
     if bad is not None:
         data.x[bad] = torch.nan
+    for callback in callbacks or []:
+        callback.driver = os.getpid()  # type: ignore[attr-defined]
     split = {"batch_size": 4, "gradient_accumulation_steps": GLOBAL_BATCH // 4 // subject.ranks}
     trainer = kind(
-        Net(dropout=not plain), data, engine=subject.engine, run=run, loggers=[], callbacks=callbacks or [],
-        config=TrainingConfiguration(**{**SETTINGS, **split, **config}), eval_data=Noisy(11, augment=False),
-        show_progress=False,
+        Net(dropout=not plain), data, engine=subject.make_engine(**engine or {}), run=run, loggers=[],
+        callbacks=callbacks or [], config=TrainingConfiguration(**{**SETTINGS, **split, **config}),
+        eval_data=Noisy(11, augment=False), show_progress=False,
     )  # fmt: skip
     result = trainer.fit()
     assert result.steps == trainer.config.training_steps
 
 
 class SendSignal(Callback):
-    """Sends this process a signal after a step, when the checkpoint of an earlier one is safely there."""
+    """Sends a signal after a step, when the checkpoint of an earlier one is safely there.
+
+    SIGKILL goes to this process; others go where a user would send them, which may be the driver of this process.
+    """
+
+    driver: int
 
     def __init__(self, step: int, number: int) -> None:
         self.step, self.number = step, number
 
     def on_step_end(self, trainer: Trainer, metrics: Any) -> None:
         """Send it once."""
-        if trainer.progress.step == self.step:
-            trainer.session.record.wait()
+        if trainer.progress.step != self.step:
+            return
+        trainer.session.record.wait()
+        if self.driver == os.getpid() or self.number == signal.SIGKILL:
             os.kill(os.getpid(), self.number)
+        elif trainer.rank == 0:
+            os.kill(self.driver, self.number)
+            while not trainer.session.signals.received:
+                time.sleep(0.01)
+
+
+class KilledOnce(WeightedTrainer):
+    """A trainer whose first rank is killed in a step, the first time that it comes to it."""
+
+    def prepare_batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Die at step 23."""
+        if self.rank == 0 and self.progress.step == 23 and self.run is not None:
+            mark = self.run.dir / "killed"
+            if not mark.exists():
+                self.session.record.wait()
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return batch
 
 
 class BrokenData(WeightedTrainer):

@@ -17,14 +17,19 @@ FOUND: dict[tuple[str, Subject], str] = {}
 def _engines_are_imported_before_anything_is_forked() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("lightning")
+    pytest.importorskip("ray")
     import etude.engines.huggingface.engine
-    import etude.engines.lightning.engine  # noqa: F401
+    import etude.engines.lightning.engine
+    import etude.engines.ray.engine  # noqa: F401
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("subject", SUBJECTS, ids=str)
 @pytest.mark.parametrize("guarantee", GUARANTEES)
-def test_guarantee(guarantee: str, subject: Subject, tmp_path: Path) -> None:
+def test_guarantee(guarantee: str, subject: Subject, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if subject.has_driver:
+        request.getfixturevalue("on_ray_cluster")
     probe = GUARANTEES[guarantee][1]
     reason = EXCEPTIONS.get((guarantee, subject))
     if reason is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-OTHERS = ("huggingface_trainer.py", "lightning_trainer.py", "redteam_smollm.py")
+OTHERS = ("huggingface_trainer.py", "lightning_trainer.py", "ray_workers.py", "redteam_smollm.py")
 """Examples that need a peer, and have tests beside the engine they show."""
 PEERS = {"huggingface": "transformers", "lightning": "lightning"}
 needs_sim = pytest.mark.skipif(find_spec("metaworld") is None, reason="needs etude[sim]")
