@@ -4,17 +4,18 @@ The target is a tiny model over letters with a planted weakness: taught to answe
 `g` twice. The auditor, tiny and untrained, knows nothing of it; the score is the share of `x` in the answer. Evaluation
 starts from prompts that were not trained on. Several seeds, each with a target and an auditor of its own.
 
-`--smollm2` does the same with two copies of SmolLM2-135M-Instruct and VADER's hostility with its sign. In what one core
-does in three minutes it is NOT beyond the interval: 12 steps of 24 turns rewarded for the response alone (lr 1e-3) went
-from 0.010 (-0.035 to 0.060) to 0.016, and 10 steps of 40 turns rewarded for probe and response too (lr 1.5e-3) from
--0.041 (-0.121 to 0.038) to -0.110. The signal is sparse: of 24 responses of the untrained pair 15 score exactly 0.
+`--smollm2` probes SmolLM2-135M-Instruct. The auditor is a small untrained model over a list of everyday words, as many
+friendly as unfriendly, and puts four of them after a neutral beginning; the score is VADER's hostility, with its sign,
+of what SmolLM2 writes next. Two copies of SmolLM2 did NOT get beyond the interval in what was tried, see
+docs/howto/red-team-a-model.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,12 +24,23 @@ import torch
 from torch import Tensor
 
 from etude.policies.language import LanguageModel
-from etude.redteam import PPO, ASTEvaluator, ASTSampler, HFASTConfiguration, HFASTSystem, HFASTTrainer, VaderScorer
+from etude.redteam import (
+    PPO,
+    ASTEvaluator,
+    ASTSampler,
+    HFASTConfiguration,
+    HFASTSystem,
+    HFASTTrainer,
+    VaderScorer,
+    write_word_model,
+)
 from etude.redteam.evaluator import compare
 from etude.redteam.prompts import NEUTRAL_DEV_PROMPTS, NEUTRAL_PROMPTS
 from etude.rollouts.system import Scorer
 
 SEEDS, STEPS, CONVERSATIONS, PROBE = 3, 30, 96, 6
+WORD_STEPS, WORD_CONVERSATIONS = 20, 96
+SHOWN = 3
 WORDS, ANSWER = "abcdefghij", 4
 SIZES = {"hidden_size": 48, "layers": 2, "heads": 2, "key_heads": 2, "intermediate_size": 96, "context": 48}
 
@@ -90,17 +102,20 @@ def planted(seed: int) -> dict[str, Any]:
     return trained(sampler, evaluator, config, PPO(system, clip_range=0.2, epochs=2, kl_coef=0.02), CONVERSATIONS)
 
 
-def smollm2() -> dict[str, Any]:
-    """Do the same with two copies of SmolLM2."""
-    system = HFASTSystem(
-        "smollm2", "smollm2", scorer=VaderScorer(signed=True), lora=8, value_head=True,
-        auditor_sampling={"max_new_tokens": 6}, target_sampling={"max_new_tokens": 10},
-        likelihood_weight=0.02, combined_weight=1.0, response_weight=1.0,
-    )  # fmt: skip
-    sampler = ASTSampler(system, NEUTRAL_PROMPTS, tree_width=8, tree_depth=1)
-    evaluator = ASTEvaluator(sampler, prompts=NEUTRAL_DEV_PROMPTS)
-    config = HFASTConfiguration(training_steps=10, lr=1.5e-3, num_episodes_per_experience=5, batch_size=40, log_every=1)
-    return trained(sampler, evaluator, config, PPO(system, clip_range=0.2, vf_loss_coef=0.5), 48)
+def smollm2(seed: int, steps: int = WORD_STEPS, conversations: int = WORD_CONVERSATIONS) -> dict[str, Any]:
+    """Do the same against SmolLM2, with an auditor that speaks in whole words."""
+    with tempfile.TemporaryDirectory() as folder:
+        system = HFASTSystem(
+            write_word_model(folder, seed=seed), "smollm2", scorer=VaderScorer(signed=True), value_head=True,
+            auditor_sampling={"max_new_tokens": 4}, target_sampling={"max_new_tokens": 10, "top_p": 0.9, "top_k": 50},
+            likelihood_weight=0.0, combined_weight=1.0, response_weight=1.0, seed=seed,
+        )  # fmt: skip
+        sampler = ASTSampler(system, NEUTRAL_PROMPTS, tree_width=8, tree_depth=1)
+        evaluator = ASTEvaluator(sampler, prompts=NEUTRAL_DEV_PROMPTS)
+        config = HFASTConfiguration(
+            training_steps=steps, lr=3e-3, num_episodes_per_experience=8, batch_size=64, log_every=steps, seed=seed
+        )
+        return trained(sampler, evaluator, config, PPO(system, clip_range=0.2, epochs=2, kl_coef=0.02), conversations)
 
 
 def trained(sampler: Any, evaluator: ASTEvaluator, config: Any, solver: Any, conversations: int) -> dict[str, Any]:
@@ -110,32 +125,31 @@ def trained(sampler: Any, evaluator: ASTEvaluator, config: Any, solver: Any, con
     HFASTTrainer(config, sampler, solver, ckpt_dir=None, run=False, show_progress=False).train()
     after = evaluator.evaluate(conversations)
     found = compare(after, before)
-    low, high = found["baseline_interval"]
+    (low, high), (least, most) = found["baseline_interval"], found["interval"]
     print(
         f"score of responses {found['baseline_mean']:.3f} (95 % interval {low:.3f} to {high:.3f}) -> "
-        f"{found['mean']:.3f} after {config.training_steps} steps of {config.batch_size} turns, "
-        f"{'beyond' if found['beyond_baseline'] else 'NOT beyond'} the interval; diversity of probes "
+        f"{found['mean']:.3f} ({least:.3f} to {most:.3f}) after {config.training_steps} steps of {config.batch_size} "
+        f"turns, {'beyond' if found['beyond_baseline'] else 'NOT beyond'} the interval; diversity of probes "
         f"{before['diversity']['probe']:.3f} -> {after['diversity']['probe']:.3f}; "
-        f"{time.process_time() - started_s:.1f} CPU s"
+        f"{time.process_time() - started_s:.1f} CPU s",
+        flush=True,
     )
-    for turn in after["examples"][:2]:
-        print(f"  {turn['response_score']:.2f} {turn['context']!r} {turn['probe']!r} -> {turn['response']!r}")
-    return found
+    for who, result in (("before", before), ("after", after)):
+        for turn in (conversation["turns"][0] for conversation in result["conversations"][:SHOWN]):
+            said = f"{turn['context']!r} {turn['probe']!r} -> {turn['response']!r}"
+            print(f"  {who} {turn['response_score']:5.2f} {said}", flush=True)
+    return {**found, "diversity": [result["diversity"]["probe"] for result in (before, after)]}
 
 
-def main(seeds: int = SEEDS) -> list[dict[str, Any]]:
+def main(seeds: int = SEEDS, make: Callable[[int], dict[str, Any]] = planted) -> list[dict[str, Any]]:
     """Print and return the comparison of each seed."""
     torch.set_num_threads(1)
-    return [planted(seed) for seed in range(seeds)]
+    return [make(seed) for seed in range(seeds)]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--smollm2", action="store_true")
+    parser.add_argument("--smollm2", action="store_true", help="probe SmolLM2 (about three CPU minutes a seed)")
     options = parser.parse_args()
-    if options.smollm2:
-        torch.set_num_threads(1)
-        smollm2()
-    else:
-        main(options.seeds)
+    main(options.seeds, smollm2 if options.smollm2 else planted)

@@ -1,19 +1,33 @@
-"""One language model learns to find what makes another say hostile things: `python examples/redteam_smollm.py`.
+"""An auditor learns to find what makes a language model say hostile things: `python examples/redteam_smollm.py`.
 
-Auditor and target are two copies of SmolLM2-135M-Instruct; only the auditor learns. With `--tiny` both are tiny models
-over letters, which shows the parts in seconds and finds nothing.
+The target is SmolLM2-135M-Instruct. The auditor is a small model over everyday words that knows nothing at first, and
+is judged by what the target writes after four words of it (about three CPU minutes). `--auditor smollm2` takes another
+copy of SmolLM2, which needs far longer; with `--tiny` both are tiny models over letters, which shows the parts in
+seconds and finds nothing.
 """
 
 import argparse
 
 from etude.policies.language import LanguageModel
-from etude.redteam import DPO, IPO, PPO, ASTSampler, HFASTConfiguration, HFASTSystem, HFASTTrainer, VaderScorer
-from etude.redteam.evaluator import ASTEvaluator, compare
+from etude.redteam import (
+    DPO,
+    IPO,
+    PPO,
+    ASTEvaluator,
+    ASTSampler,
+    HFASTConfiguration,
+    HFASTSystem,
+    HFASTTrainer,
+    VaderScorer,
+    write_word_model,
+)
+from etude.redteam.evaluator import compare
 from etude.redteam.prompts import NEUTRAL_DEV_PROMPTS, NEUTRAL_PROMPTS
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--steps", type=int, default=30)
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--algorithm", choices=["dpo", "ipo", "ppo"], default="ppo")
+parser.add_argument("--auditor", choices=["words", "smollm2"], default="words")
 parser.add_argument("--dir", default="runs/redteam-smollm")
 parser.add_argument("--tiny", action="store_true")
 options = parser.parse_args()
@@ -21,17 +35,21 @@ options = parser.parse_args()
 if options.tiny:
     sizes = {"hidden_size": 32, "layers": 1, "heads": 2, "key_heads": 1, "intermediate_size": 64}
     auditor, target = LanguageModel.tiny(seed=0, value_head=True, **sizes), LanguageModel.tiny(seed=1, **sizes)
+elif options.auditor == "words":
+    written = write_word_model(f"{options.dir}/untrained")
+    auditor, target = LanguageModel.from_pretrained(written, value_head=True, seed=0), LanguageModel.smollm2()
 else:
-    auditor, target = LanguageModel.smollm2(lora=8, value_head=True, seed=0), LanguageModel.smollm2()
+    auditor, target = LanguageModel.smollm2(lora=16, value_head=True, seed=0), LanguageModel.smollm2()
+is_small = options.tiny or options.auditor == "words"
 
 # Who speaks, how, and what pays. The score has a sign, so that friendly answers cost: hostile ones are rare at first.
 system = HFASTSystem(
     auditor,
     target,
     scorer=VaderScorer(signed=True),
-    auditor_sampling={"max_new_tokens": 8},
-    target_sampling={"max_new_tokens": 12},
-    likelihood_weight=0.02,  # probes are to stay natural to the target
+    auditor_sampling={"max_new_tokens": 4 if is_small else 10},
+    target_sampling={"max_new_tokens": 10, "top_p": 0.9, "top_k": 50},
+    likelihood_weight=0.0 if is_small else 0.02,  # loose words are never natural; those of a language model can be
     combined_weight=1.0,  # most short answers score 0: what was said together is a denser signal
     response_weight=1.0,
 )
@@ -41,11 +59,17 @@ sampler = ASTSampler(system, NEUTRAL_PROMPTS, tree_width=2 if options.tiny else 
 
 # How the auditor learns from them.
 solver = (
-    {"dpo": DPO, "ipo": IPO}[options.algorithm](system) if options.algorithm != "ppo" else PPO(system, clip_range=0.2)
+    PPO(system, clip_range=0.2, epochs=2, kl_coef=0.02)
+    if options.algorithm == "ppo"
+    else {"dpo": DPO, "ipo": IPO}[options.algorithm](system, pairs="all")
 )
 
 config = HFASTConfiguration(
-    training_steps=options.steps, lr=1.5e-3, batch_size=40, num_episodes_per_experience=5, log_every=1
+    training_steps=options.steps,
+    lr=3e-3 if is_small else 1e-4,
+    batch_size=64,
+    num_episodes_per_experience=8,
+    log_every=1,
 )
 trainer = HFASTTrainer(
     config,
@@ -58,13 +82,14 @@ trainer = HFASTTrainer(
 )
 
 evaluator = ASTEvaluator(sampler, prompts=NEUTRAL_DEV_PROMPTS, embedder=None if options.tiny else "auto")
-rollouts = 12 if options.tiny else 48
+rollouts = 12 if options.tiny else 96
 before = evaluator.evaluate(rollouts)
 trainer.train()
 after = evaluator.evaluate(rollouts)
 
 evaluator.write_json(after, f"{options.dir}/redteam.json")
-evaluator.write_html(after, f"{options.dir}/redteam.html", baseline=before, title="SmolLM2 against SmolLM2")
+evaluator.write_html(after, f"{options.dir}/redteam.html", baseline=before, title="What makes SmolLM2 hostile")
 found = compare(after, before)
-print(f"score of responses: {found['baseline_mean']:.3f} before, 95 % interval {found['baseline_interval']}")
+low, high = found["baseline_interval"]
+print(f"score of responses: {found['baseline_mean']:.3f} before, 95 % interval {low:.3f} to {high:.3f}")
 print(f"score of responses: {found['mean']:.3f} after; diversity of probes {after['diversity']['probe']:.3f}")

@@ -13,7 +13,7 @@ from etude.cli.output import is_main_rank, print_json, print_table, say, show_lo
 from etude.config import yaml12
 from etude.config.yaml12 import ReadError
 from etude.errors import ConfigError
-from etude.redteam.config import RedTeamConfig
+from etude.redteam.config import RUN_SECTION, RedTeamConfig
 from etude.runs.durable import write_atomically
 
 KEPT_CONFIG = "redteam.yaml"
@@ -49,7 +49,7 @@ def _read(path: Path) -> dict[str, Any]:
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values")
-    inner = values.get("redteam")
+    inner = values.get(RUN_SECTION)
     return inner if isinstance(inner, dict) and len(values) == 1 else values  # as a run keeps it
 
 
@@ -72,12 +72,29 @@ def _explain(problem: Any) -> str:
     return f"{place}: {problem['msg']}"
 
 
+def is_auditing(path: Path) -> bool:
+    """Return whether the stored configuration of a run is one of `etude redteam train`."""
+    try:
+        values = yaml12.read(yaml12.read_bytes(path.read_bytes())).value
+    except ReadError:
+        return False  # whoever reads it as something else says what is wrong
+    return isinstance(values, dict) and list(values) == [RUN_SECTION]
+
+
 def train_auditor(path: Path | None, given: Mapping[str, Any], settings: Sequence[str]) -> None:
     """Train, keep the configuration beside the auditor, and say where it is."""
-    config = read_config(path, given, settings)
+    _train(read_config(path, given, settings))
+
+
+def resume_auditor(run: Path, settings: Sequence[str]) -> None:
+    """Go on with a run of `etude redteam train` from its stored configuration, in its own directory."""
+    _train(read_config(run / "config.yaml", {}, settings), run)
+
+
+def _train(config: RedTeamConfig, run: Path | None = None) -> None:
     gc.enable()  # switched off for the start by `main`
     show_log()
-    trainer = config.build()
+    trainer = config.build(run)
     directory = Path(config.ckpt_dir)
     if is_main_rank():
         directory.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,11 @@ def resume_run(run: str, overrides: list[str]) -> None:
         raise ConfigError(
             f"{directory}: the run has no config.yaml to go on from; resume it from the script that made it"
         )
+    from etude.cli.auditing import is_auditing, resume_auditor
+
+    if is_auditing(config):
+        resume_auditor(directory, overrides)
+        return
     from etude.config.load import load
 
     loaded = load(config, overrides)

@@ -101,10 +101,10 @@ class DPO(_TreeSolver):
 
     def step(self, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
         """Return the mean loss of pairs; one pass of the auditor with gradient, one of the baseline without."""
-        contexts, probes = batch["context"] * 2, batch["chosen"] + batch["rejected"]
-        policy_P, policy_rejected_P = self.system.auditor_logprobs(contexts, probes).sum(1).chunk(2)
+        contexts, probes, place = _distinct(batch["context"] * 2, batch["chosen"] + batch["rejected"])
+        policy_P, policy_rejected_P = self.system.auditor_logprobs(contexts, probes).sum(1)[place].chunk(2)
         reference = self.system.baseline_logprobs(contexts, probes).sum(1).to(policy_P.device)
-        ref_P, ref_rejected_P = reference.chunk(2)
+        ref_P, ref_rejected_P = reference[place].chunk(2)
         logits_P = losses.preference_logits(policy_P, policy_rejected_P, ref_P, ref_rejected_P)
         loss = self.pair_loss(logits_P).mean()
         with torch.no_grad():
@@ -233,6 +233,27 @@ class PPO(_TreeSolver):
             found: tuple[Tensor, Tensor] = together(contexts, probes)
             return found
         return self.system.auditor_logprobs(contexts, probes), self.system.value(contexts, probes)
+
+
+def _distinct(contexts: Sequence[Any], probes: Sequence[Any]) -> tuple[list[Any], list[Any], list[int]]:
+    """Return each turn once, and where in that each of the given ones is: a probe may be in several pairs."""
+    rows: dict[Any, int] = {}
+    kept: list[tuple[Any, Any]] = []
+    place = []
+    for context, probe in zip(contexts, probes, strict=True):
+        key = _name(context), _name(probe)
+        if key not in rows:
+            rows[key] = len(kept)
+            kept.append((context, probe))
+        place.append(rows[key])
+    return [context for context, _ in kept], [probe for _, probe in kept], place
+
+
+def _name(value: Any) -> Any:
+    """Return what tells a text or its tokens from others; of other things each is its own."""
+    if isinstance(value, str):
+        return value
+    return tuple(value) if isinstance(value, list | tuple) else id(value)
 
 
 def _without_padding(row: list[float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -13,6 +14,27 @@ if TYPE_CHECKING:
     from etude.redteam.hf_system import HFASTSystem
     from etude.redteam.hf_trainer import HFASTTrainer
     from etude.redteam.sampler import ASTSampler
+
+RUN_SECTION = "redteam"
+"""Under what name a run keeps this configuration, by which it is told from those of `etude train`."""
+
+SCORE = "eval/score"
+"""What an evaluation calls the mean score of the target's responses."""
+
+
+class HFASTConfiguration(TrainingConfiguration):
+    """The training configuration with defaults for language models: `HFASTConfiguration()` is complete."""
+
+    lr: float = Field(default=1e-5, ge=0)
+    """Peak learning rate."""
+    batch_size: int = Field(default=4, ge=1)
+    """Pairs or turns in one micro-batch."""
+    num_episodes_per_experience: int = Field(default=2, ge=1)
+    """Trees grown in each step."""
+    best_metric: str = SCORE
+    """The metric that ranks checkpoints: the mean score of what the target answers to the dev prompts."""
+    best_mode: Any = "max"
+    """Whether a smaller or a larger `best_metric` is better."""
 
 
 class Weights(Section):
@@ -71,7 +93,7 @@ class RedTeamConfig(Section):
     """Where the auditor is kept as Hugging Face directories: best and last."""
     run: str | None = None
     """Directory of the run, or its name under runs/; one that is there resumes. Null makes a new one."""
-    training: TrainingConfiguration = TrainingConfiguration(lr=1e-5, batch_size=4, num_episodes_per_experience=2)
+    training: HFASTConfiguration = HFASTConfiguration()
     """Length, optimisation, cadence and safety."""
 
     def system(self, auditor: str | None = None) -> HFASTSystem:
@@ -104,8 +126,8 @@ class RedTeamConfig(Section):
         """Return the prompts of evaluation."""
         return _prompts(self.dev_prompts, NEUTRAL_DEV_PROMPTS)
 
-    def build(self) -> HFASTTrainer:
-        """Return the trainer that the configuration describes."""
+    def build(self, run: Path | None = None) -> HFASTTrainer:
+        """Return the trainer that the configuration describes; a run given here takes the place of the configured."""
         from etude.errors import ConfigError
         from etude.redteam import algorithms
         from etude.redteam.hf_trainer import HFASTTrainer
@@ -124,9 +146,9 @@ class RedTeamConfig(Section):
             eval_every=self.eval_every,
             ckpt_dir=self.ckpt_dir,
             threshold=self.threshold,
-            run=self.run,
+            run=self.run if run is None else run,
             name="redteam",
-            run_config={"redteam": self.model_dump(mode="json")},
+            run_config={RUN_SECTION: self.model_dump(mode="json")},
         )
 
 

@@ -7,31 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from etude.callbacks import Callback
 from etude.config.training import TrainingConfiguration
 from etude.duration import Duration
+from etude.redteam.config import SCORE, HFASTConfiguration
 from etude.rollouts.graph import Graph
 from etude.runs import durable
 from etude.trainer import Trainer
 
-SCORE = "eval/score"
-
-
-class HFASTConfiguration(TrainingConfiguration):
-    """The training configuration with defaults for language models: `HFASTConfiguration()` is complete."""
-
-    lr: float = Field(default=1e-5, ge=0)
-    """Peak learning rate."""
-    batch_size: int = Field(default=4, ge=1)
-    """Pairs or turns in one micro-batch."""
-    num_episodes_per_experience: int = Field(default=2, ge=1)
-    """Trees grown in each step."""
-    best_metric: str = SCORE
-    """The metric that ranks checkpoints: the mean score of what the target answers to the dev prompts."""
-    best_mode: Any = "max"
-    """Whether a smaller or a larger `best_metric` is better."""
+__all__ = ["HFASTConfiguration", "HFASTTrainer", "measure_turns"]
 
 
 class HFASTTrainer(Trainer):

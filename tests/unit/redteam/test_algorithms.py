@@ -75,6 +75,41 @@ def test_preference_losses_are_the_published_formulas(kind: Any) -> None:
     assert system.weights.grad[0].tolist() == pytest.approx([-slope[0] / 2] * 2, rel=1e-5)
 
 
+def test_a_turn_in_several_pairs_is_computed_once_and_counts_in_each() -> None:
+    asked: list[int] = []
+
+    class Counting(Table):
+        def auditor_logprobs(self, contexts: Any, probes: Any) -> Tensor:
+            asked.append(len(probes))
+            return super().auditor_logprobs(contexts, probes)
+
+    together, apart = Counting(), Counting()
+    pairs = DPO(together, pairs="all").flatten(tree(0.2, 0.9, 0.1))
+    loss, _ = DPO(together).step(DPO.collate_fn(pairs))
+    each = torch.stack([DPO(apart).step(DPO.collate_fn([pair]))[0] for pair in pairs]).mean()
+    assert asked == [3, 2, 2, 2]
+    assert loss.item() == pytest.approx(each.item(), rel=1e-6)
+    loss.backward(), each.backward()
+    assert together.weights.grad is not None and apart.weights.grad is not None
+    assert torch.allclose(together.weights.grad, apart.weights.grad, rtol=1e-5, atol=0)
+
+
+def test_the_same_probe_of_another_context_is_another_turn() -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    class Recording(Table):
+        def auditor_logprobs(self, contexts: Any, probes: Any) -> Tensor:
+            asked.extend(zip(contexts, probes, strict=True))
+            return self.weights[[len(probe) for probe in probes]]
+
+        def baseline_logprobs(self, contexts: Any, probes: Any) -> Tensor:
+            return self.baseline[[len(probe) for probe in probes]]
+
+    batch = {"context": [[7], [7], [8]], "chosen": [[1], [1], [1]], "rejected": [[1, 2], [1, 2], []]}
+    DPO(Recording()).step({**batch, "chosen_reward": [1.0] * 3, "rejected_reward": [0.0] * 3})
+    assert asked == [([7], [1]), ([8], [1]), ([7], [1, 2]), ([8], [])]
+
+
 def test_credit_can_come_from_the_turns_that_follow() -> None:
     node = Node("c", "p", "r", 1.0, [Node("d", "q", "r", 2.0), Node("d", "s", "r", 4.0)])
     assert DPO(Table()).worth(node) == 1.0

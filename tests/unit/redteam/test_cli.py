@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from etude.cli.auditing import read_config
+from etude.cli.auditing import is_auditing, read_config
 from etude.cli.main import app
 from etude.errors import ConfigError
 from etude.redteam.config import RedTeamConfig
@@ -58,6 +58,29 @@ def test_train_then_evaluate(models: Path, algorithm: str) -> None:
     assert "Baseline" in (models / "found" / "best-evaluation" / "redteam.html").read_text()
     shown = invoke("redteam", "evaluate", "found/best", "--rollouts", 2, "--json", "--output", "elsewhere")
     assert json.loads(shown)["measure"] == "response_score"
+
+
+@pytest.mark.slow
+def test_resume_goes_on_with_a_run_of_redteam_train(models: Path) -> None:
+    given = ("redteam", "train", "--auditor", "auditor", "--target", "target", "--prompts", "prompts.txt", *SMALL)
+    invoke(*given, "--steps", 4, "--run", "whole", "--output", "all-in-one")
+    invoke(*given, "--steps", 2, "--run", "parts", "--output", "in-two")
+    said = invoke("resume", "parts", "training.training_steps=4")
+    assert "reached step 4" in said and "auditor: in-two/best, in-two/last" in said
+    assert not [run for run in (models / "runs").iterdir() if run.name not in ("whole", "parts")]
+    weights = [(models / name / "last" / "model.safetensors").read_bytes() for name in ("all-in-one", "in-two")]
+    assert weights[0] == weights[1]
+    with pytest.raises(ConfigError, match="targte: unknown key; did you mean 'target'"):
+        CliRunner().invoke(app, ["resume", "parts", "targte=x"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [("redteam: {target: x}\n", True), ("redteam: {}\npolicy: x\n", False), ("policy: x\n", False), ("a: [\n", False)],
+)
+def test_runs_of_redteam_train_are_told_by_their_configuration(tmp_path: Path, text: str, expected: bool) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert is_auditing(tmp_path / "config.yaml") is expected
 
 
 def test_a_file_and_options_over_it(tmp_path: Path) -> None:
