@@ -35,7 +35,9 @@ POLICIES = ("act", "diffusion", "flow")
 LEROBOT = "lerobot-act"
 COMPARED = ("pick-place", "peg-insert-side")
 """Tasks on which lerobot's ACT is trained, too."""
-PUSHT_DEMOS = 400
+PUSHT_DEMOS = 800
+PUSHT_NOISE = {"scale": 40.0, "rate": 0.04, "steps": 3}
+"""Now and then the finger is pushed aside while demonstrations of PushT are recorded; the recorded action is not."""
 MAX_STEPS = 300
 PIXELS = 96
 
@@ -79,6 +81,11 @@ class Row:
         preset = "act" if self.policy == LEROBOT else self.policy
         return make_config(preset, dataset, seed=self.seed, steps=steps, family=self.family)
 
+    @property
+    def noise(self) -> dict[str, Any]:
+        """The noise with which its demonstrations are recorded."""
+        return PUSHT_NOISE if self.tasks == ("pusht",) else {}
+
 
 def suite(name: str, seed: int, *, lerobot: bool) -> Iterator[Row]:
     """Yield the rows of a suite."""
@@ -91,6 +98,7 @@ def suite(name: str, seed: int, *, lerobot: bool) -> Iterator[Row]:
     for demos in (5, 10):
         policies = (*POLICIES, LEROBOT) if lerobot else POLICIES
         yield from (Row(("pick-place",), policy, demos, seed) for policy in policies)
+    yield Row(("pusht",), "mlp", PUSHT_DEMOS // 2, seed)
     yield from (Row(("pusht",), policy, PUSHT_DEMOS, seed) for policy in ("mlp", *POLICIES))
     yield from (Row(("drawer-open",), "act", 50, seed, cameras, "hand") for cameras in (("corner2",), ()))
     yield Row(TASKS, "act", 50, seed)
@@ -98,14 +106,15 @@ def suite(name: str, seed: int, *, lerobot: bool) -> Iterator[Row]:
 
 def run_row(row: Row, episodes: int, folder: Path, steps: int | None, workers: int) -> dict[str, Any]:
     """Record, train and evaluate; return what came of it."""
-    from etude.rollouts.record import record
+    from etude.rollouts.record import Noise, record
 
     name = row.tasks[0] if len(row.tasks) == 1 else f"{len(row.tasks)}-tasks"
     options: dict[str, Any] = {}
     if row.tasks != ("pusht",):
         options = {"cameras": list(row.cameras), "size": PIXELS, "state": row.state}
-    dataset = folder / "data" / "-".join([name, str(row.demos), str(row.seed), row.state, *row.cameras])
-    record(row.envs, dataset, episodes=row.demos, seed=row.seed, options=options)
+    noise = [f"{key}{value:g}" for key, value in row.noise.items()]
+    dataset = folder / "data" / "-".join([name, str(row.demos), str(row.seed), row.state, *row.cameras, *noise])
+    record(row.envs, dataset, episodes=row.demos, seed=row.seed, noise=Noise(**row.noise), options=options)
     config = row.config(str(dataset), steps)
     learn = _train_lerobot if row.policy == LEROBOT else _train
     each = -(-episodes // len(row.tasks))
@@ -167,7 +176,8 @@ def _cpu_s() -> float:
 def row_key(row: Row, episodes: int, steps: int | None) -> str:
     """Return what tells a row from others: everything that its outcome depends on."""
     config = row.config("", steps)
-    return json.dumps([asdict(row), episodes, config["policy"], config["training"]])
+    parts = [asdict(row), episodes, config["policy"], config["training"]]
+    return json.dumps([*parts, row.noise] if row.noise else parts)
 
 
 COLUMNS = ("task", "policy", "demos", "seed", "succeeded", "rate", "95 % interval", "steps", "CPU min")

@@ -217,6 +217,12 @@ def record(
     noise_share: Annotated[
         float, typer.Option("--noise-share", metavar="P", min=0, max=1, help="Share of the episodes that have noise.")
     ] = 1.0,
+    noise_rate: Annotated[
+        float, typer.Option("--noise-rate", metavar="P", min=0, max=1, help="Probability that noise begins at a step.")
+    ] = 1.0,
+    noise_steps: Annotated[
+        int, typer.Option("--noise-steps", metavar="N", min=1, help="For how many steps the same noise holds.")
+    ] = 1,
     policy: Annotated[
         str, typer.Option("--policy", metavar="WHO", help="expert, file.py:function, or a run or checkpoint.")
     ] = "expert",
@@ -232,7 +238,8 @@ def record(
     from etude.cli.record import record_demonstrations
 
     record_demonstrations(
-        env, root, episodes=episodes, policy=policy, seed=seed, noise=noise, noise_share=noise_share,
+        env, root, episodes=episodes, policy=policy, seed=seed,
+        noise=noise, noise_share=noise_share, noise_rate=noise_rate, noise_steps=noise_steps,
         keep_failures=keep_failures, cameras=cameras, size=size, images=images, settings=list(option or []),
     )  # fmt: skip
 

@@ -21,6 +21,8 @@ def record_demonstrations(
     seed: int,
     noise: float,
     noise_share: float,
+    noise_rate: float,
+    noise_steps: int,
     keep_failures: bool,
     cameras: str | None,
     size: int | None,
@@ -38,7 +40,8 @@ def record_demonstrations(
     try:
         done = record(
             list(envs), root, episodes=episodes, policy=demonstrator, policy_name=policy, seed=seed,
-            noise=Noise(noise, noise_share), keep_failures=keep_failures, options=options, images=images,
+            noise=Noise(noise, noise_share, noise_rate, noise_steps), keep_failures=keep_failures, options=options,
+            images=images,
             on_episode=lambda saved, attempts: counting.show(saved, f"{attempts} attempts"),
         )  # fmt: skip
     finally:

@@ -49,21 +49,39 @@ class Noise:
     Args:
         scale: Standard deviation, in units of the action.
         share: Share of the episodes that have noise at all.
+        rate: Probability that noise begins at a step, where there is none; 1 is noise at every step.
+        steps: For how many steps the same noise holds, such as a finger that is pushed aside.
     """
 
     scale: float = 0.0
     share: float = 1.0
+    rate: float = 1.0
+    steps: int = 1
 
     def __post_init__(self) -> None:
         if not (self.scale >= 0.0 and 0.0 <= self.share <= 1.0):
             raise ConfigError(f"noise needs a scale from 0 and a share from 0 to 1, got {self.scale} and {self.share}")
+        if not (0.0 <= self.rate <= 1.0 and self.steps >= 1):
+            raise ConfigError(f"noise needs a rate from 0 to 1 and steps from 1, got {self.rate} and {self.steps}")
+
+    def describe(self) -> list[float]:
+        """Return what the journal of a recording keeps of it."""
+        held = [] if (self.rate, self.steps) == (1.0, 1) else [self.rate, self.steps]
+        return [self.scale, self.share, *held]
 
     def of_episode(self, seed: int) -> Callable[[Array], Array]:
         """Return what an episode does to its actions."""
         generator = np.random.default_rng(fold(seed, _NOISE_STREAM))
         if not self.scale or generator.random() >= self.share:
             return lambda action: action
-        return lambda action: action + self.scale * generator.standard_normal(action.shape)
+        held: list[Array] = []
+
+        def disturb(action: Array) -> Array:
+            if not held and (self.rate == 1.0 or generator.random() < self.rate):
+                held.extend([self.scale * generator.standard_normal(action.shape)] * self.steps)
+            return action + held.pop() if held else action
+
+        return disturb
 
 
 def record(
@@ -103,7 +121,7 @@ def record(
     noise, root, began, actor = noise or Noise(), Path(root), time.perf_counter(), make_actor(policy)
     settings = {
         "env": names, "policy": policy_name or (policy if isinstance(policy, str) else "function"), "seed": seed,
-        "noise": [noise.scale, noise.share], "keep_failures": keep_failures,
+        "noise": noise.describe(), "keep_failures": keep_failures,
         "options": {key: list(value) if isinstance(value, tuple) else value for key, value in (options or {}).items()},
     }  # fmt: skip
     with ExitStack() as stack:

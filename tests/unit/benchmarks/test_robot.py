@@ -49,6 +49,16 @@ def test_a_row_is_known_by_all_that_its_outcome_depends_on() -> None:
     assert len(keys) == 5
 
 
+def test_demonstrations_of_pusht_are_disturbed_and_the_row_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from etude.rollouts.record import Noise
+
+    row = robot.Row(("pusht",), "mlp", 5, 0)
+    assert Noise(**row.noise).scale > 0 and not robot.Row(("reach",), "act", 5, 0).noise
+    before = robot.row_key(row, 200, None)
+    monkeypatch.setattr(robot, "PUSHT_NOISE", {})
+    assert robot.row_key(row, 200, None) != before
+
+
 def test_rows_are_made_once_and_printed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

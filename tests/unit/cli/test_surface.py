@@ -49,7 +49,9 @@ etude record --episodes N = 50
 etude record --images video|image = video
 etude record --keep-failures
 etude record --noise STD
+etude record --noise-rate P = 1.0
 etude record --noise-share P = 1.0
+etude record --noise-steps N = 1
 etude record --option KEY=VALUE
 etude record --policy WHO = expert
 etude record --root DIR

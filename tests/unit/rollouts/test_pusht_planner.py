@@ -93,17 +93,88 @@ def test_the_table_of_the_planner_is_that_of_the_environment() -> None:
     def pose() -> tuple[float, float, float]:
         return (*scene.block.position, scene.block.angle)
 
-    env.step(planner.act(tuple(scene.agent.position), pose()))
+    env.step(planner.act(tuple(scene.agent.position), pose(), tuple(scene.agent.velocity)))
     push = planner._push
     assert push is not None
     start = planner._table.centre_of(pose())
     for _ in range(60):
         if math.dist(scene.agent.position, push.end) < 1.0:
             break
-        env.step(planner.act(tuple(scene.agent.position), pose()))
+        env.step(planner.act(tuple(scene.agent.position), pose(), tuple(scene.agent.velocity)))
     end = planner._table.centre_of(pose())
     moved, missed = planner._distance(start, push.pose), planner._distance(end, push.pose)
     assert missed < 0.2 * moved
+    env.close()
+
+
+def test_the_steps_of_a_push_are_alike_and_end_where_they_should() -> None:
+    """The finger does not slow down towards the end of a push, which would teach to stop there."""
+    from etude.rollouts.environments.pusht_planner import PushTPlanner
+
+    env = make_environment("pusht")
+    env.reset(SOLVED_SOON)
+    scene = env._env.unwrapped  # type: ignore[attr-defined]
+    planner = PushTPlanner(scene.goal_pose)
+    push, places = None, []
+    for _ in range(60):
+        block = (*scene.block.position, scene.block.angle)
+        action = planner.act(tuple(scene.agent.position), block, tuple(scene.agent.velocity))
+        if push is not None and planner._push is not push:
+            break
+        push = planner._push
+        if not planner._way:
+            places.append(tuple(scene.agent.position))
+        env.step(action)
+    assert push is not None and len(places) > 3
+    steps = [math.dist(*pair) for pair in pairwise([*places, tuple(scene.agent.position)])][1:]
+    assert max(steps) <= 10.5 and max(steps) - min(steps) < 1.0
+    assert math.dist(scene.agent.position, push.end) < 1.0
+    env.close()
+
+
+def test_a_finger_pushed_aside_makes_another_plan() -> None:
+    from etude.rollouts.environments.pusht_planner import PushTPlanner
+
+    env = make_environment("pusht")
+    env.reset(SOLVED_SOON)
+    scene = env._env.unwrapped  # type: ignore[attr-defined]
+    block = (*scene.block.position, scene.block.angle)
+    planner = PushTPlanner(scene.goal_pose)
+    planner.act(tuple(scene.agent.position), block, (0.0, 0.0))
+    first = planner._push
+    assert first is not None
+    for place in [*planner._way]:
+        planner.act(place, block, (0.0, 0.0))
+    assert planner._push is first and not planner._way
+    (ax, ay), (bx, by) = first.start, first.end
+    length = math.dist(first.start, first.end)
+    planner.act((ax + 12 * (by - ay) / length, ay - 12 * (bx - ax) / length), block, (0.0, 0.0))
+    assert planner._push is not first
+    env.close()
+
+
+def test_noise_moves_the_finger_and_the_plan_without_noise_is_recorded(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    from etude.data.lerobot.reader import LeRobotDataset
+    from etude.rollouts.record import Noise, record
+    from etude.rollouts.seeds import episode_seed
+
+    noise = Noise(40.0, rate=0.04, steps=3)
+    record("pusht", tmp_path / "d", episodes=1, noise=noise)
+    columns = LeRobotDataset(tmp_path / "d", show_progress=False).source.columns
+    recorded, fingers = np.asarray(columns["action"]), np.asarray(columns["observation.state"])
+    env = make_environment("pusht")
+    assert isinstance(env, HasExpert)
+    seed = episode_seed(0, "train", 0)
+    finger, disturb, disturbed = env.reset(seed)["observation.state"], noise.of_episode(seed), 0
+    for step, label in enumerate(recorded):
+        action = env.expert_action()
+        assert np.array_equal(action, label) and np.array_equal(finger, fingers[step])
+        executed = disturb(action)
+        disturbed += not np.array_equal(executed, action)
+        outcome = env.step(executed)
+        finger = outcome.observation["observation.state"]
+    assert outcome.success and disturbed >= 3
     env.close()
 
 

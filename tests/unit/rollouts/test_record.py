@@ -146,7 +146,10 @@ def test_environments_take_turns_and_may_be_extended(tmp_path: Path) -> None:
         record(["gym:Pendulum-v1", "gym:MountainCarContinuous-v0"], tmp_path / "b", episodes=2, **arguments)
 
 
-@pytest.mark.parametrize("wrong", [{"scale": -0.1}, {"share": 1.5}, {"scale": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"scale": -0.1}, {"share": 1.5}, {"scale": float("nan")}, {"rate": -0.1}, {"rate": 2.0}, {"steps": 0}],
+)
 def test_impossible_noise_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="noise needs"):
         Noise(**wrong)
@@ -159,6 +162,25 @@ def test_noise_is_a_function_of_the_episode() -> None:
     assert np.array_equal(Noise(0.0).of_episode(3)(zeros), zeros)
     noisy = sum(bool(Noise(0.5, 0.25).of_episode(seed)(zeros).any()) for seed in range(400))
     assert 70 < noisy < 130
+
+
+def test_noise_may_begin_now_and_then_and_hold() -> None:
+    disturb, again = (Noise(0.5, rate=0.1, steps=3).of_episode(7) for _ in range(2))
+    seen = np.array([disturb(np.zeros(2)) for _ in range(3000)])
+    assert np.array_equal(seen, [again(np.zeros(2)) for _ in range(3000)])
+    values, counts = np.unique(seen, axis=0, return_counts=True)
+    quiet = (values == 0).all(axis=1)
+    assert 0.7 < counts[quiet].item() / len(seen) < 0.84  # nine quiet steps or so for every three
+    assert np.sum(counts[~quiet] != 3) <= 1  # the last is cut short
+    assert values[~quiet].std() == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_recording_does_not_go_on_with_other_noise(tmp_path: Path) -> None:
+    assert Noise(0.1, 0.5).describe() == [0.1, 0.5]
+    make(tmp_path / "d", noise=Noise(0.1, rate=0.2, steps=3))
+    make(tmp_path / "d", 5, noise=Noise(0.1, rate=0.2, steps=3))
+    with pytest.raises(DataError, match="recorded with noise="):
+        make(tmp_path / "d", 6, noise=Noise(0.1, rate=0.2, steps=4))
 
 
 @pytest.mark.slow

@@ -74,4 +74,5 @@ class PushT(GymEnvironment):
         scene = self._env.unwrapped
         if self._planner is None:
             self._planner = PushTPlanner(scene.goal_pose)
-        return self._planner.act(tuple(scene.agent.position), (*scene.block.position, scene.block.angle))
+        block = (*scene.block.position, scene.block.angle)
+        return self._planner.act(tuple(scene.agent.position), block, tuple(scene.agent.velocity))

@@ -2,8 +2,12 @@
 
 The block moves only while it is pushed, so a push is known by where the finger touches the block, in which direction
 it goes and how far. The planner simulates some hundred of them from the block's present pose, takes the one whose end
-is nearest the goal (and not too far for the finger to reach), goes there around the block, and pushes. When the block
+is nearest the goal (and not too far for the finger to go), goes there around the block, and pushes. When the block
 is not where it should be by then, it plans again.
+
+Its demonstrations are to be learned from, so it keeps well clear of the block on the way: a finger that clips a corner
+changes the plan in a manner that nobody who sees only finger and block can foresee. The way counts by its length around
+the block, so that a plan made halfway is the plan made at the beginning.
 """
 
 from __future__ import annotations
@@ -23,20 +27,31 @@ from etude.rollouts.extras import import_extra
 FINGER_RADIUS: Final = 15.0
 TABLE: Final = (8.0, 504.0)
 """Where the finger may go, in both directions."""
-_CLEARANCE: Final = 5.0
-"""Space between finger and block on the way to a push."""
+_CLEARANCE: Final = 12.0
+"""Space between finger and block where a push begins."""
+_MARGIN: Final = 8.0
+"""Space between finger and block on the way there."""
 _SPACING: Final = 15.0
 _TILTS: Final = (0.0, -0.35, 0.35)
 _REACH: Final = 160.0
 """The longest push."""
 _TURN_WEIGHT: Final = 45.0
 """Pixels that one radian is worth: what an end of the block moves by."""
-_TRAVEL_WEIGHT: Final = 0.04
+_TRAVEL_WEIGHT: Final = 0.002
+"""What a pixel of the way is worth, as a share of what there is to be done."""
 _STEP_S: Final = 0.01
 _FAST: Final = 70.0
 """How far ahead of the finger its target is on the way; half of it is what one step covers."""
-_SLOW: Final = 24.0
+_PACE: Final = 10.0
+"""What a step of a push covers at most. All steps of a push are alike, the last one too: if the finger
+slowed down towards the end, less than a pixel would decide between staying there and going on."""
+_LANDED: Final = 0.5
+_KEPT_WAY, _KEPT_SPEED = np.linalg.matrix_power(np.array([[0.99, 0.008], [-1.0, 0.8]]), 10)[0].tolist()
+"""What a step of the environment leaves of the way to the target, and the way that a pixel per second goes in it: ten
+times 10 ms of its controller, an acceleration of 100 times the way to the target less 20 times the velocity."""
 _ARRIVED: Final = 4.0
+_ASIDE: Final = 8.0
+"""How far beside its line the finger may be in a push."""
 
 Point = tuple[float, float]
 Pose = tuple[float, float, float]
@@ -73,12 +88,13 @@ class PushTPlanner:
         """Forget the plan: a new episode begins."""
         self._way, self._push, self._wait = [], None, 0
 
-    def act(self, finger: Point, block: Pose) -> Array:
+    def act(self, finger: Point, block: Pose, velocity: Point) -> Array:
         """Return the target of the finger.
 
         Args:
             finger: Where the finger is.
             block: Position of the block's body, and its angle.
+            velocity: How fast the finger is, in pixels per second.
         """
         centre = self._table.centre_of(block)
         if self._push is None or self._is_over(finger, centre):
@@ -90,17 +106,21 @@ class PushTPlanner:
             return np.array(_ahead(finger, self._way[0], _FAST), np.float32)
         start, end = self._push.start, self._push.end
         length = math.dist(start, end)
-        done = _along(start, end, finger)
-        share = min(length, max(done, 0.0) + _SLOW) / length
+        done = max(_along(start, end, finger), 0.0)
+        left = length - done
+        step = left / max(1, math.ceil(left / _PACE))
+        speed = _along((0.0, 0.0), (end[0] - start[0], end[1] - start[1]), velocity)
+        share = (done + (step - _KEPT_SPEED * speed) / (1.0 - _KEPT_WAY)) / length
         target = (start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1]))
         return np.array(target, np.float32)
 
     def _is_over(self, finger: Point, centre: Pose) -> bool:
-        """Whether the push is done, or the block has been moved by something else."""
+        """Whether the push is done, or the block or the finger has been moved by something else."""
         assert self._push is not None
         if self._way:
             return self._distance(centre, self._before) > 2.0
-        if math.dist(finger, self._push.end) < 1.0:
+        start, end = self._push.start, self._push.end
+        if math.dist(start, end) - _along(start, end, finger) < _LANDED or _beside(start, end, finger) > _ASIDE:
             return True
         self._wait += 1
         return self._wait > 40
@@ -113,25 +133,21 @@ class PushTPlanner:
         for start, direction in _contacts(outline):
             if push := self._try(block, start, direction, now):
                 found.append(push)
-        near = sorted(found, key=lambda push: push.cost + _TRAVEL_WEIGHT * math.dist(finger, push.start))
-        obstacle = _grown(outline)
-        for push in near:
-            way = find_way(obstacle, finger, push.start)
-            if way is not None:
-                self._way, self._push = way, push
-                return
+        if (chosen := _choose(found, finger, _grown(outline), _TRAVEL_WEIGHT * now)) is not None:
+            self._push, self._way = chosen
+            return
         self._way, self._push = [], Push(finger, _ahead(finger, (256.0, 256.0), 30.0), now, self._before)
 
     def _try(self, block: Pose, start: Point, direction: Point, now: float) -> Push | None:
         """Simulate a push, and keep as much of it as is of use."""
-        speed = 200.0 if now > 25.0 else 100.0
+        speed, hopeless = (200.0, 25.0) if now > 25.0 else (100.0, 12.0)
         best: Push | None = None
         for travelled, pose in self._table.push(block, start, direction, speed, _REACH):
             cost = self._distance(pose, self._goal)
             if best is None or cost < best.cost:
                 end = (start[0] + travelled * direction[0], start[1] + travelled * direction[1])
                 best = Push(start, end, cost, pose)
-            elif cost > best.cost + 25.0:
+            elif cost > best.cost + hopeless:
                 break
         return best if best is not None and best.cost < now - 0.3 else None
 
@@ -179,16 +195,18 @@ class _Table:
         """Push from `start`; yield how far the finger has gone and where the block's centre is then."""
         self._place(block)
         finger = self._finger
-        finger.position = start
+        free = _MARGIN - 1.0  # it touches nothing so far
+        finger.position = start[0] + free * direction[0], start[1] + free * direction[1]
         finger.velocity = (speed * direction[0], speed * direction[1])
         self._space.reindex_shapes_for_body(finger)
         pace = speed * _STEP_S
-        for count in range(1, int(reach / pace) + 1):
+        for count in range(1, int((reach - free) / pace) + 1):
             self._space.step(_STEP_S)
-            x, y = finger.position
+            gone = free + count * pace
+            x, y = start[0] + gone * direction[0], start[1] + gone * direction[1]  # nothing stops it
             if not (TABLE[0] < x < TABLE[1] and TABLE[0] < y < TABLE[1]):
                 return
-            yield count * pace, self.centre_of((*self._block.position, self._block.angle))
+            yield gone, self.centre_of((*self._block.position, self._block.angle))
 
 
 _TEE: Final = ((-60, 0), (60, 0), (60, 30), (15, 30), (15, 120), (-15, 120), (-15, 30), (-60, 30))
@@ -215,13 +233,28 @@ def _contacts(outline: Any) -> Iterator[tuple[Point, Point]]:
                     yield start, (dx, dy)
 
 
+def _choose(pushes: list[Push], finger: Point, obstacle: Any, weight: float) -> tuple[Push, list[Point]] | None:
+    """Return the push that leaves least to be done, its way counted, and the way; None where none can be reached."""
+    best: tuple[float, Push, list[Point]] | None = None
+    at_least = {push: push.cost + weight * math.dist(finger, push.start) for push in pushes}
+    for push in sorted(pushes, key=at_least.__getitem__):
+        if best is not None and at_least[push] >= best[0]:
+            break
+        way = find_way(obstacle, finger, push.start)
+        if way is not None:
+            total = push.cost + weight * sum(math.dist(*pair) for pair in pairwise([finger, *way]))
+            if best is None or total < best[0]:
+                best = total, push, way
+    return best and best[1:]
+
+
 def _is_free(outline: Any, point: Point) -> bool:
     geometry = import_extra("shapely.geometry")
-    return bool(outline.distance(geometry.Point(point)) > FINGER_RADIUS + 2.0)
+    return bool(outline.distance(geometry.Point(point)) > FINGER_RADIUS + _MARGIN)
 
 
 def _grown(outline: Any) -> Any:
-    return outline.buffer(FINGER_RADIUS + 1.0, join_style="mitre")
+    return outline.buffer(FINGER_RADIUS + _MARGIN, join_style="mitre")
 
 
 def find_way(obstacle: Any, start: Point, end: Point) -> list[Point] | None:
@@ -266,3 +299,9 @@ def _along(start: Point, end: Point, point: Point) -> float:
     length = math.dist(start, end)
     dx, dy = (end[0] - start[0]) / length, (end[1] - start[1]) / length
     return (point[0] - start[0]) * dx + (point[1] - start[1]) * dy
+
+
+def _beside(start: Point, end: Point, point: Point) -> float:
+    length = math.dist(start, end)
+    dx, dy = (end[0] - start[0]) / length, (end[1] - start[1]) / length
+    return abs((point[0] - start[0]) * dy - (point[1] - start[1]) * dx)
