@@ -30,6 +30,8 @@ QUIET: Mapping[str, str] = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
+    # Ray's workers would give way to every other process of the machine.
+    "RAY_worker_niceness": "0",
     # Nothing is reported to Ray Train that it could save in advance; and it costs a process.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
