@@ -1,12 +1,12 @@
 # Every target sets up what it needs by itself, given git, make and Python 3.11. `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast lint bench bench-data bench-rl bench-robot crash docs clean
+.PHONY: help setup quickstart test test-all test-fast lint bench bench-data bench-rl bench-robot crash docs clean
 
 BIN := .venv/bin
 EXTRAS ?= dev
 TEST_EXTRAS := dev hf lightning llm ray report sim
 PYTEST_ARGS ?=
-# A file at a time, on both cores; 0 runs everything in one process.
+# A file at a time, on both cores, in their order: the longest come first. 0 runs everything in one process.
 PYTEST_WORKERS ?= 2
 TRIALS ?= 200
 
@@ -38,10 +38,13 @@ quickstart:  ## Record a robot, train a policy on it, evaluate it in simulation,
 	$(call setup,quickstart sim)
 	$(BIN)/etude quickstart
 
-test:  ## Lint, then run every test
+test:  ## Lint, then run the tests
 	$(call setup,$(TEST_EXTRAS))
 	@$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(PYTEST_ARGS)
+
+test-all:  ## Run every test, also those that take too long for each change
+	@$(MAKE) --no-print-directory test PYTEST_ARGS='-m "" $(PYTEST_ARGS)'
 
 test-fast:  ## Run the tests that take no time (under 3 minutes in all)
 	$(call setup,$(TEST_EXTRAS))

@@ -119,7 +119,9 @@ def test_one_command_trains_on_a_cluster_of_its_own_and_leaves_nothing_behind(
     assert wait_until_gone(tmp_path) == []
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGINT, 130), pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.nightly)]
+)
 def test_a_driver_that_is_stopped_takes_its_cluster_along(
     number: int, code: int, tmp_path: Path, child_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +218,7 @@ def test_a_script_with_classes_of_its_own_needs_no_directory_and_gets_its_errors
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == ["script.py"]
 
 
+@pytest.mark.nightly
 def test_the_example_loses_a_worker_and_gets_there(
     tmp_path: Path, child_env: dict[str, str], ray_variables: dict[str, str]
 ) -> None:
@@ -254,6 +257,7 @@ def test_a_lost_worker_is_a_rank_error_and_the_next_run_goes_on(tmp_path: Path, 
     assert CheckpointStore(run / "checkpoints").load("last").step == 50
 
 
+@pytest.mark.nightly
 def test_an_error_of_one_rank_ends_the_group_and_is_not_tried_again(tmp_path: Path, on_ray_cluster: None) -> None:
     run = tmp_path / "run"
     code = drive(Subject("ray", 2), run, kind=LonelyFault, engine={"max_failures": 3})
@@ -306,6 +310,7 @@ def test_a_language_model_learns_from_rewards_as_on_the_torch_engine(tmp_path: P
     assert compare(tmp_path / "ray", tmp_path / "torch") is None
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs etude[sim]")
 def test_a_robot_policy_is_trained_as_on_the_torch_engine(
     tmp_path: Path, on_ray_cluster: None, monkeypatch: pytest.MonkeyPatch
