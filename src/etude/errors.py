@@ -9,6 +9,11 @@ from __future__ import annotations
 import signal
 
 
+def one_line(error: BaseException, most: int = 200) -> str:
+    """Return what an error says as one line of at most so many characters, or its class if it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 class EtudeError(Exception):
     """Base of every error that a user can cause and mend."""
 

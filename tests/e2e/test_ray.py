@@ -29,6 +29,15 @@ from tests.processes import reap, spawn, wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 LIMIT_S = 240.0
+OPTIMIZER = """\
+@OPTIMIZER_BUILDER_REGISTRY.register("plain")
+class Plain:
+    def __init__(self, lr: float = 0.1, weight_decay: float = 0.0):
+        self.lr = lr
+
+    def build(self, params):
+        return torch.optim.SGD(params, lr=self.lr)
+"""
 PLUGIN = """\
 import torch
 from etude import Trainer
@@ -43,14 +52,8 @@ class Loud(Trainer):
         return super().compute_loss(policy, batch)
 
 
-@OPTIMIZER_BUILDER_REGISTRY.register("plain")
-class Plain:
-    def __init__(self, lr: float = 0.1, weight_decay: float = 0.0):
-        self.lr = lr
-
-    def build(self, params):
-        return torch.optim.SGD(params, lr=self.lr)
 """
+PLUGIN += OPTIMIZER
 CONFIG = """\
 plugins: [parts.py]
 trainer: loud
@@ -160,13 +163,9 @@ from etude.policies import MLP
 from etude.registry import OPTIMIZER_BUILDER_REGISTRY
 
 
-@OPTIMIZER_BUILDER_REGISTRY.register("plain")
-class Plain:
-    def __init__(self, lr: float = 0.1, weight_decay: float = 0.0):
-        self.lr = lr
-
-    def build(self, params):
-        return torch.optim.SGD(params, lr=self.lr)
+"""
+SCRIPT += OPTIMIZER
+SCRIPT += """
 
 
 class Mine(Trainer):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from etude.errors import DataError, EtudeError, MissingExtraError
+from etude.errors import DataError, EtudeError, MissingExtraError, one_line
 
 PROTOCOL_VERSION = 1
 DTYPES = frozenset(
@@ -57,8 +57,7 @@ def unpack(frame: bytes | str) -> dict[str, Any]:
     try:
         message = msgpack.unpackb(frame, raw=False, strict_map_key=True, object_hook=_decode, ext_hook=_refuse)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise WireError(f"{len(frame)} bytes came that are no msgpack message: {reason}") from None
+        raise WireError(f"{len(frame)} bytes came that are no msgpack message: {one_line(error)}") from None
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise WireError("a message is a map with a text under 'type'")
     return message

@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from etude.errors import EtudeError, Interrupted, RankError
+from etude.runs.durable import is_this_host
 
 INTERVAL_S = 0.5
 DEAD_AFTER_S = 8.0
@@ -142,15 +143,16 @@ class Watchdog:
             "host": socket.gethostname(), "beat": time.time(), "longest": pulse.longest_step_s,
             "failed": self._failed,
         }  # fmt: skip
-        self._store.set(f"{self._prefix}/{self.rank}", json.dumps(report))
+        self._store.set(self._key(self.rank), json.dumps(report))
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
 
     def _read(self) -> dict[int, dict[str, Any]]:
-        keys = {rank: f"{self._prefix}/{rank}" for rank in range(self.world)}
-        present = [rank for rank, key in keys.items() if self._store.check([key])]
-        return {rank: self._read_one(rank) for rank in present}
+        return {rank: self._read_one(rank) for rank in range(self.world) if self._store.check([self._key(rank)])}
 
     def _read_one(self, rank: int) -> dict[str, Any]:
-        report: dict[str, Any] = json.loads(self._store.get(f"{self._prefix}/{rank}"))
+        report: dict[str, Any] = json.loads(self._store.get(self._key(rank)))
         return report
 
     def _find_dead(self, reports: dict[int, dict[str, Any]], seen: dict[Any, Any], now: float) -> str | None:
@@ -198,7 +200,7 @@ class Watchdog:
 
 
 def _may_live(report: dict[str, Any]) -> bool:
-    return report["host"] != socket.gethostname() or _is_alive(report["pid"])
+    return not is_this_host(report["host"]) or _is_alive(report["pid"])
 
 
 def _is_alive(pid: int) -> bool:

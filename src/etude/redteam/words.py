@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from etude.errors import ConfigError
-from etude.policies.language.extras import import_llm
 from etude.policies.language.smollm2 import quiet_transformers
-from etude.policies.language.tiny import END, UNKNOWN, Tiny
+from etude.policies.language.tiny import Tiny, make_tokenizer
 from etude.rng import generators_kept, seed_everything
 
 _WORDS = (
@@ -38,7 +37,7 @@ def write_word_model(
     """
     if not words or len(set(words)) < len(words) or any(word.split() != [word] for word in words):
         raise ConfigError("words: give distinct words, without spaces in them")
-    tokenizer = _tokenizer(words)
+    tokenizer = make_tokenizer([f" {word}" for word in words], r" ?[^ ]+")
     with generators_kept():
         seed_everything(seed)
         model = Tiny.of({**SIZES, **sizes}).model(len(tokenizer))
@@ -46,19 +45,3 @@ def write_word_model(
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
     return Path(directory)
-
-
-def _tokenizer(words: Sequence[str]) -> Any:
-    tokenizers, transformers = import_llm("tokenizers"), import_llm("transformers")
-    names = [END, UNKNOWN, *(f" {word}" for word in words)]
-    model = tokenizers.models.WordLevel({name: at for at, name in enumerate(names)}, unk_token=UNKNOWN)
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r" ?[^ ]+"), "isolated")
-    tokenizer.decoder = tokenizers.decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=END,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
-    )

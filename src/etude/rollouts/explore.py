@@ -8,9 +8,7 @@ step), so that a resumed run, or one on more ranks, plays the same episodes.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from etude.algorithms.moments import Moments
 from etude.batches import Batch
 from etude.errors import ConfigError, NonFiniteError, RolloutError
 from etude.protocols import Place
@@ -28,6 +25,7 @@ from etude.rollouts.actors import PolicyActor, Seat
 from etude.rollouts.environments import make_environment
 from etude.rollouts.environments.base import Array, Environment, Observation, StepOutcome
 from etude.rollouts.episodes import EnvironmentPool, EpisodeRunner, Job
+from etude.rollouts.measures import measure_rewards, timed
 from etude.rollouts.results import EpisodeRow
 from etude.rollouts.rewards import MOST_HUNG
 from etude.rollouts.timed import TimedEnvironment
@@ -222,7 +220,7 @@ class EnvironmentRollouts:
 
     def take(self, step: int) -> Updates:
         """Play the episodes of one step and prepare them."""
-        with self._timed("simulate"):
+        with timed(self.timings, "simulate"):
             self._play(self._episodes(step))
         self._measure()
         good = self.trajectories
@@ -230,7 +228,7 @@ class EnvironmentRollouts:
             reason = next(iter(self.failures.values()), None)
             raise RolloutError(f"all {len(self.failures)} episodes of step {step} failed; the first: {reason}")
         algorithm: Any = self._trainer.algorithm
-        with self._timed("prepare"):
+        with timed(self.timings, "prepare"):
             batch = Batch.from_trajectories(good or [self._nothing()]).to(self._explorer.device)
             batch = batch if good else weightless(batch)
             batch = algorithm.experience(self._trainer.policy, batch, rows=self.place.batch_size)
@@ -308,23 +306,15 @@ class EnvironmentRollouts:
 
     def _measure(self) -> None:
         good, total = self.trajectories, len(self.trajectories) + len(self.failures)
-        returns = Moments.of(torch.tensor([one.reward for one in good], dtype=torch.float64))
-        deviation, count = math.sqrt(returns.over(self._gather).variance), returns.count
+        count = float(len(good))
         self.metrics = {"rollout/failed": (len(self.failures) / max(1, total), float(total))}
+        self.metrics |= measure_rewards((one.reward for one in good), self._gather)
         if good:
             self.metrics |= {
-                "reward": (returns.mean, count),
-                "reward_std": (deviation, count),
                 "rollout/steps": (float(np.mean([len(one.loss_mask) for one in good])), count),
                 "rollout/success": (float(np.mean([one.success for one in good])), count),
                 "rollout/truncated": (float(np.mean([one.truncated for one in good])), count),
             }
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - began
 
 
 def _make_timed(timeout_s: float, name: str, **options: Any) -> Environment:

@@ -6,17 +6,12 @@ a function of (seed, step, prompt, completion), so that a resumed run draws the 
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 
-from etude.algorithms.moments import Moments
 from etude.batches import Batch
 from etude.data.order import Order
 from etude.errors import ConfigError, RolloutError
@@ -24,6 +19,7 @@ from etude.policies.language.sampling import Sampling
 from etude.protocols import Place
 from etude.rng import STREAM_ROLLOUT, fold
 from etude.rollouts.conversation import Conversation, Rollout
+from etude.rollouts.measures import measure_rewards, timed
 from etude.rollouts.rewards import RewardFunction, Rewards
 from etude.rollouts.sources import make_reward, make_tasks
 from etude.rollouts.tasks import Task
@@ -124,9 +120,9 @@ class TextRollouts:
         """Draw, reward and prepare one step."""
         policy: Any = self._trainer.policy
         algorithm = self._trainer.algorithm
-        with self._timed("generate"):
+        with timed(self.timings, "generate"):
             self.rollouts = self.draw(policy, self._positions(step), fold(self.place.seed, STREAM_ROLLOUT, step))
-        with self._timed("reward"):
+        with timed(self.timings, "reward"):
             self.reward(self.rollouts)
         if getattr(algorithm, "needs_greedy", False):
             self._compare_with_greedy(policy, step)
@@ -135,7 +131,7 @@ class TextRollouts:
         if not sum(self._gather(len(good))):
             reason = next((rollout.error for rollout in self.rollouts), None)
             raise RolloutError(f"all {len(self.rollouts)} rollouts of step {step} failed; the first: {reason}")
-        with self._timed("prepare"):
+        with timed(self.timings, "prepare"):
             batch = as_batch(good or self.rollouts[:1], policy.pad_token_id)
             batch = algorithm.experience(policy, batch if good else weightless(batch), rows=self.place.batch_size)
             return as_updates(batch, algorithm, self.place, step, self._gather)
@@ -236,9 +232,9 @@ class TextRollouts:
         kept, size = self.sampling, self.group_size
         self.sampling, self.group_size = replace(kept, greedy=True), 1
         try:
-            with self._timed("generate"):
+            with timed(self.timings, "generate"):
                 greedy = self.draw(policy, self._positions(step), 0)
-            with self._timed("reward"):
+            with timed(self.timings, "reward"):
                 self.reward(greedy)
         finally:
             self.sampling, self.group_size = kept, size
@@ -253,11 +249,9 @@ class TextRollouts:
     def _measure(self, good: Sequence[Rollout]) -> None:
         total = len(self.rollouts)
         found = {"rollout/failed": (1 - len(good) / max(1, total), float(total))}
-        rewards = Moments.of(torch.tensor([rollout.reward for rollout in good], dtype=torch.float64))
-        deviation = math.sqrt(rewards.over(self._gather).variance)
+        found |= measure_rewards((rollout.reward for rollout in good if rollout.reward is not None), self._gather)
         if good:
-            count = rewards.count
-            found["reward"], found["reward_std"] = (rewards.mean, count), (deviation, count)
+            count = float(len(good))
             found["rollout/tokens"] = (float(np.mean([sum(rollout.loss_mask) for rollout in good])), count)
             truncated = [rollout.finish_reason == "length" for rollout in good]
             found["rollout/truncated"] = (float(np.mean(truncated)), count)
@@ -265,12 +259,6 @@ class TextRollouts:
                 values = [rollout.scores[name] for rollout in good if name in rollout.scores]
                 found[f"score/{name}"] = (float(np.mean(values)), float(len(values)))
         self.metrics = found
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - began
 
 
 def as_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:

@@ -19,7 +19,7 @@ import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, one_line
 
 untyped: Any = ray
 QUIET: Mapping[str, str] = {
@@ -103,7 +103,7 @@ def _join(address: str) -> None:
         with _loopback_kept() if loopback else nullcontext():
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"{refusal} ({_one_line(error)})") from error
+        raise ConfigError(f"{refusal} ({one_line(error)})") from error
 
 
 def start(folder: Path, cpus: float, use_gpu: bool) -> None:
@@ -186,7 +186,3 @@ def require_room(workers: int, needs: Mapping[str, float]) -> None:
 
 def _listed(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from etude.engines.optimizers import freeze
 from etude.engines.precision import Precision
-from etude.errors import ConfigError
+from etude.errors import ConfigError, one_line
 from etude.registry import REGISTRIES, load_plugins, loaded_plugins
 from etude.rng import generators_kept
 from etude.runs.directory import Run
@@ -94,7 +94,7 @@ def unpack(parcel: Parcel, get: Get) -> Trainer:
         trainer: Trainer = get(parcel.trainer)
     except (ImportError, AttributeError, RaySystemError) as error:
         raise ConfigError(
-            f"a Ray worker cannot load the trainer: {_one_line(error)}; its modules must be importable on every host"
+            f"a Ray worker cannot load the trainer: {one_line(error)}; its modules must be importable on every host"
         ) from error
     # Arrays in Ray's store are shared by all workers of a host, and cannot be written to.
     return copy.deepcopy(trainer)
@@ -117,7 +117,7 @@ def _put(value: Any, what: str, put: Put) -> Any:
     except Exception as error:  # objects refuse with errors of every kind
         path, culprit, reason = _find_culprit(value, what, put, error)
         raise ConfigError(
-            f"{path} ({type(culprit).__name__}) cannot be sent to the Ray workers: {_one_line(reason)}; make such "
+            f"{path} ({type(culprit).__name__}) cannot be sent to the Ray workers: {one_line(reason)}; make such "
             "things when training starts (data: open, callbacks: on_fit_start), or use the torch engine"
         ) from error
 
@@ -139,10 +139,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
     elif not isinstance(value, type):
         yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from etude.engines.session import Session
 from etude.engines.strategy import make_strategy
 from etude.errors import ConfigError, Interrupted, RankError
 from etude.runs.directory import Run
+from etude.runs.durable import is_this_host
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer
@@ -123,7 +123,7 @@ def _wait_for_predecessor(run: Any) -> None:
 
 def _is_written_by_another(status: dict[str, Any]) -> bool:
     pid = status.get("pid")
-    if status.get("state") != "running" or status.get("host") != socket.gethostname() or pid == os.getpid():
+    if status.get("state") != "running" or not is_this_host(status.get("host", "")) or pid == os.getpid():
         return False
     try:
         return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()

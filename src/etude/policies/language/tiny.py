@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -39,20 +39,7 @@ class Tiny:
 
     def tokenizer(self) -> Any:
         """Return a plain Hugging Face tokenizer with one token per character; end and padding are one token, id 0."""
-        tokenizers, transformers = import_llm("tokenizers"), import_llm("transformers")
-        tokens = [END, UNKNOWN, *dict.fromkeys(self.vocabulary)]
-        model = tokenizers.models.WordLevel({token: at for at, token in enumerate(tokens)}, unk_token=UNKNOWN)
-        tokenizer = tokenizers.Tokenizer(model)
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-        tokenizer.decoder = tokenizers.decoders.Fuse()
-        return transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            eos_token=END,
-            pad_token=END,
-            unk_token=UNKNOWN,
-            model_max_length=self.context,
-            clean_up_tokenization_spaces=False,
-        )
+        return make_tokenizer(dict.fromkeys(self.vocabulary), r"[\s\S]", model_max_length=self.context)
 
     def model(self, vocabulary_size: int) -> Any:
         """Return a new model; its weights are drawn from the global generator."""
@@ -76,3 +63,22 @@ class Tiny:
             pad_token_id=0,
         )
         return transformers.LlamaForCausalLM(config)
+
+
+def make_tokenizer(tokens: Iterable[str], pattern: str, **options: Any) -> Any:
+    """Return a plain Hugging Face tokenizer of whole pieces of text; end and padding are one token, id 0.
+
+    Args:
+        tokens: Every piece it knows; others are one unknown token.
+        pattern: Regular expression of a piece.
+        options: Further ones of `PreTrainedTokenizerFast`.
+    """
+    tokenizers, transformers = import_llm("tokenizers"), import_llm("transformers")
+    numbers = {token: at for at, token in enumerate([END, UNKNOWN, *tokens])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END, unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False, **options,
+    )  # fmt: skip
