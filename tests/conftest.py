@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from etude.errors import EtudeError
+from etude.low_precision import require_low_precision
 from tests.ray_cluster import ray_cluster
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -22,6 +25,13 @@ for name in ("COLUMNS", "FORCE_COLOR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MAST
 settings.register_profile("reproducible", deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "reproducible"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before any test calculates: later is too late for those that go below float32. Workers inherit the answer.
+    if not hasattr(config, "workerinput"):
+        with suppress(EtudeError):
+            require_low_precision("bf16")
 
 
 @pytest.fixture(scope="session")

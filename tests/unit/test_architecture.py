@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("signatures",),
     ("registry",),
-    ("runs",),
+    ("runs", "low_precision", "low_precision_probe"),
     ("policies", "data", "algorithms", "rollouts", "callbacks"),
     ("engines",),
     ("trainer",),

@@ -32,6 +32,7 @@ from etude.engines.step import Meter, Stepper, make_loss_function
 from etude.engines.strategy import Alone, count_parameters
 from etude.engines.watchdog import Pulse, Watchdog
 from etude.errors import CheckpointError, ConfigError, Interrupted, RankError, ShortRunError
+from etude.low_precision import require_low_precision, require_low_precision_of
 from etude.protocols import Place
 from etude.rng import STREAM_EVALUATE, STREAM_INIT, STREAM_ROLLOUT, fold, seed_everything
 from etude.types import Result, Updates
@@ -97,6 +98,7 @@ class Session:
     def _build_policy(self) -> None:
         trainer, config = self.trainer, self.config
         self.policy: nn.Module = trainer.policy
+        require_low_precision(config.precision, self.group.device)  # before any layer calculates
         seed_everything(fold(config.seed, STREAM_INIT))
         if getattr(self.policy, "is_built", True) is False:
             if self.data.spec is None:
@@ -106,6 +108,7 @@ class Session:
             self.policy.build(self.data.spec)  # type: ignore[operator]
         self.precision = Precision(config.precision, self.group.device)
         self.precision.convert(self.policy)
+        require_low_precision_of(self.policy)
         self._choose_threads()
         self.frozen = freeze(self.policy, config.freeze)
         if config.compile:

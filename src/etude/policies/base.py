@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.errors import ConfigError, DataError
+from etude.low_precision import require_low_precision_of
 from etude.policies import pretrained
 from etude.policies.executor import ActionExecutor
 from etude.policies.normalize import BOUNDED, Normalizer
@@ -233,6 +234,12 @@ class PolicyModule(nn.Module):
             raise ConfigError(
                 f"{type(self).__name__} has no layers yet; train it, call build(spec), or load it with from_pretrained"
             )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Take other types or another device, as every `.to()`, `.half()` and `.bfloat16()` does in the end."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        require_low_precision_of(self)
+        return self
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 

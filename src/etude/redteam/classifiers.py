@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from etude.errors import ConfigError
+from etude.low_precision import require_low_precision_of
 from etude.policies.language.extras import import_llm
 from etude.policies.language.smollm2 import quiet_transformers
 from etude.redteam.scorers import TextScorer
@@ -43,6 +44,7 @@ class ClassifierScorer(TextScorer):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(str(path_or_id))
             model = transformers.AutoModelForSequenceClassification.from_pretrained(str(path_or_id))
         self.model = model.to(device).eval().requires_grad_(False)
+        require_low_precision_of(self.model)  # transformers keeps the type of the file
         config = self.model.config
         names = {int(number): str(name) for number, name in config.id2label.items()}
         self.label = _label_number(label, names, str(path_or_id))

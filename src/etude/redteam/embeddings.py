@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import ConfigError
+from etude.low_precision import require_low_precision_of
 from etude.policies.language.extras import import_llm
 from etude.policies.language.smollm2 import quiet_transformers
 from etude.redteam.scorers import TextScorer, import_scorer
@@ -32,6 +33,7 @@ class SentenceEmbedder:
         with quiet_transformers():
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             self.model = transformers.AutoModel.from_pretrained(path).to(device).eval().requires_grad_(False)
+        require_low_precision_of(self.model)  # transformers keeps the type of the file
         self.batch_size = batch_size
         self._longest = min(256, int(self.model.config.max_position_embeddings))
 

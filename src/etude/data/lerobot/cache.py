@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import DataError
+from etude.runs.cache import cache_directory
 from etude.runs.durable import hash_file, in_use, remove, remove_leftovers, temp_name, write_atomically
 
 log = logging.getLogger("etude.data")
@@ -22,24 +23,17 @@ _HASHES = "hashes.json"
 _ROOT = "root.json"
 
 
-def default_cache_dir() -> Path:
-    """Return where caches go: $ETUDE_CACHE, or `etude` in the user's cache directory."""
-    if chosen := os.environ.get("ETUDE_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etude"
-
-
 class Cache:
     """Derived files of one dataset.
 
     Args:
         root: The dataset.
-        directory: Where caches of all datasets go; `default_cache_dir()` if None.
+        directory: Where caches of all datasets go; `cache_directory()` if None.
     """
 
     def __init__(self, root: Path, directory: Path | str | None = None) -> None:
         self.root = root.resolve()
-        base = Path(directory) if directory is not None else default_cache_dir()
+        base = Path(directory) if directory is not None else cache_directory()
         place = hashlib.sha256(str(self.root).encode()).hexdigest()[:12]
         self.directory = base / "lerobot" / f"{self.root.name[:40]}-{place}"
         try:

@@ -21,6 +21,7 @@ from etude.engines.huggingface.steps import ExactSteps
 from etude.engines.session import choose_windows
 from etude.engines.signals import StopSignals
 from etude.errors import ConfigError, DataError, EtudeError, Interrupted, ShortRunError
+from etude.low_precision import require_low_precision, require_low_precision_of
 from etude.rng import STREAM_EVALUATE, STREAM_INIT, fold, seed_everything
 
 log = logging.getLogger("etude")
@@ -73,6 +74,8 @@ class BaseTrainer(ExactSteps):
             _refuse_options(args, train_loader)
         _build(model, train_loader, options.get("train_dataset"), args)
         super().__init__(model, args, *positional, **options)
+        if self.model is not None:
+            require_low_precision_of(self.model)
         self._is_transformers = is_transformers_model(self.model)
         if not self._is_transformers and not hasattr(self.model, "accepts_loss_kwargs"):
             # transformers takes any forward(**batch) for one that wants the number of items too.
@@ -86,6 +89,9 @@ class BaseTrainer(ExactSteps):
         """Make the accelerator; let fp16 mean fp16 on a CPU too, where accelerate drops it without a word."""
         super().create_accelerator_and_postprocess()
         accelerator = self.accelerator
+        given = self.args
+        if given.bf16 or given.fp16 or given.bf16_full_eval or given.fp16_full_eval:
+            require_low_precision("bf16" if given.bf16 or given.bf16_full_eval else "fp16", accelerator.device)
         if self.args.fp16 and accelerator.device.type == "cpu":
             accelerator.native_amp = True
             accelerator.scaler = torch.amp.GradScaler("cpu")

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from etude.engines import guard
 from etude.engines.distributed import Group
 from etude.engines.sharding import local_tensor
+from etude.low_precision import require_low_precision
 from etude.rng import STREAM_EVALUATE, STREAM_STEP, fold, seed_everything
 from etude.types import Loss, split_loss
 
@@ -53,7 +54,8 @@ class ExactSteps(lightning.Callback):
     # -- life ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """See whose trainer it is."""
+        """See whose trainer it is, and whether the CPU can do what was asked of it."""
+        require_low_precision(trainer.precision, trainer.strategy.root_device)
         self.takes_part = hasattr(trainer, "addressed")
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

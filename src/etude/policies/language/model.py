@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.errors import CheckpointError, ConfigError
+from etude.low_precision import require_low_precision_of
 from etude.policies.language import llama
 from etude.policies.language.decoder import CachedDecoder, Decoder
 from etude.policies.language.generation import GenerationStats, Generator
@@ -228,6 +229,12 @@ class LanguageModel(nn.Module):
             return frozenset(name for name, _ in self.named_parameters(remove_duplicate=False) if name not in trained)
         first = {name for name, _ in self.named_parameters()}
         return frozenset(name for name, _ in self.named_parameters(remove_duplicate=False) if name not in first)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Take other types or another device, as every `.to()`, `.half()` and `.bfloat16()` does in the end."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        require_low_precision_of(self)
+        return self
 
     # ---- training ----------------------------------------------------------------------------------------------------
 

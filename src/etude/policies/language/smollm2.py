@@ -16,15 +16,10 @@ from typing import Any
 from etude.errors import MissingExtraError
 from etude.policies.language.extras import import_llm
 from etude.runs import durable
+from etude.runs.cache import cache_directory
 
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CHECKPOINT_NAME = "smollm2-135m-instruct-v1"
-
-
-def cache_directory() -> Path:
-    """Return where converted models are kept: `$ETUDE_CACHE`, or `~/.cache/etude`."""
-    named = os.environ.get("ETUDE_CACHE")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "etude"
 
 
 def smollm2_gguf() -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from etude.errors import CheckpointError, ConfigError
+from etude.low_precision import require_low_precision
 from etude.policies.language.extras import import_llm
 from etude.policies.language.smollm2 import load_gguf, quiet_transformers, smollm2_path
 from etude.policies.language.tiny import Tiny
@@ -34,6 +35,7 @@ class Source:
 
     def load(self) -> Any:
         """Return the model, in eval mode; the global generators are left as they were."""
+        require_low_precision(self.dtype)
         if self.tiny is not None:
             with generators_kept():
                 seed_everything(self.seed)
