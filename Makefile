@@ -9,6 +9,10 @@ PYTEST_ARGS ?=
 # A file at a time, on both cores, in their order: the longest come first. 0 runs everything in one process.
 PYTEST_WORKERS ?= 2
 TRIALS ?= 200
+# Minutes after which a step is ended with all that it started, and says where it was.
+SETUP_LIMIT ?= 60
+LINT_LIMIT ?= 15
+TEST_LIMIT ?= 50
 
 # One thread per process: OpenMP threads that spin for shared cores cost several times the work.
 export OMP_NUM_THREADS := 1
@@ -20,11 +24,18 @@ unexport PYTHONDONTWRITEBYTECODE
 define setup
 @for python in $(PYTHON) python3.11 /usr/bin/python3.11 python3; do \
 	if "$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
-		scripts/system-packages.sh $(1) && exec "$$python" scripts/setup_venv.py $(1); \
+		"$$python" scripts/bounded.py $(SETUP_LIMIT) scripts/system-packages.sh $(1) && \
+			exec "$$python" scripts/bounded.py $(SETUP_LIMIT) "$$python" scripts/setup_venv.py $(1); \
 	fi; \
 done; \
 echo "etude needs Python 3.11 with venv (Debian: apt-get install python3.11-venv); name one with: make PYTHON=path" >&2; \
 exit 1
+endef
+
+# $(call pytest,options): run the tests. Nothing that the extras bring may be missing (tests/expected_skips.py).
+define pytest
+ETUDE_TEST_EXTRAS="$(TEST_EXTRAS)" $(BIN)/python scripts/bounded.py $(TEST_LIMIT) \
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(1) $(PYTEST_ARGS)
 endef
 
 help:  ## List the targets
@@ -41,20 +52,20 @@ quickstart:  ## Record a robot, train a policy on it, evaluate it in simulation,
 test:  ## Lint, then run the tests
 	$(call setup,$(TEST_EXTRAS))
 	@$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(PYTEST_ARGS)
+	$(call pytest,--no-loadscope-reorder -m "not nightly")
 
 test-all:  ## Run every test, also those that take too long for each change
-	@$(MAKE) --no-print-directory test PYTEST_ARGS='-m "" $(PYTEST_ARGS)'
+	@$(MAKE) --no-print-directory test TEST_LIMIT=360 PYTEST_ARGS='-m "" $(PYTEST_ARGS)'
 
 test-fast:  ## Run the tests that take no time (under 3 minutes in all)
 	$(call setup,$(TEST_EXTRAS))
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
+	$(call pytest,-m "not slow")
 
 lint:  ## Check style and types
 	$(call setup,dev)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/python scripts/bounded.py $(LINT_LIMIT) $(BIN)/mypy
 
 bench:  ## Measure against a bare PyTorch loop and the peers, side by side
 	$(call setup,dev hf lightning)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from etude.errors import EtudeError
 from etude.low_precision import require_low_precision
+from tests.expected_skips import is_expected
 from tests.ray_cluster import ray_cluster
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -27,11 +30,52 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "reproducible"))
 
 
+# A wait inside C is not ended by pytest-timeout, whose signal waits for Python's next instruction.
+HANG_GRACE_S = float(os.environ.get("ETUDE_HANG_GRACE_S", "60"))
+_stderr = pytest.StashKey[int]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_stderr] = os.dup(2)  # before each test's output is captured
     # Before any test calculates: later is too late for those that go below float32. Workers inherit the answer.
     if not hasattr(config, "workerinput"):
         with suppress(EtudeError):
             require_low_precision("bf16")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """End a process whose test still runs when its time limit is long over: a thread without Python's lock sees to it.
+
+    Its stack then names the test, and so does the worker's death.
+    """
+    mark, option = item.get_closest_marker("timeout"), item.config.getoption("timeout")
+    given = mark.args[0] if mark and mark.args else item.config.getini("timeout") if option is None else option
+    if float(given) and not item.config.getoption("usepdb"):
+        faulthandler.dump_traceback_later(float(given) + HANG_GRACE_S, exit=True, file=item.config.stash[_stderr])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[Any]:
+    return _refuse_unexpected_skips((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[Any]:
+    return _refuse_unexpected_skips((yield))
+
+
+def _refuse_unexpected_skips(report: Any) -> Any:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not is_expected(reason):
+            report.outcome = "failed"
+            report.longrepr = f"{report.nodeid}: skipped, which tests/expected_skips.py does not expect: {reason}"
+    return report
 
 
 @pytest.fixture(scope="session")
