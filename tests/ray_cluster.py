@@ -49,6 +49,6 @@ def ray_cluster() -> Iterator[dict[str, str]]:
             head.wait(timeout=30)
         except subprocess.TimeoutExpired:
             head.kill()
-            head.wait()
+            head.wait(timeout=30)
         head.stdout.close()
         shutil.rmtree(folder, ignore_errors=True)

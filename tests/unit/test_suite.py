@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shlex
 import subprocess
@@ -180,3 +181,15 @@ def test_make_bounds_every_step_of_the_tests(repository: Path, target: str) -> N
     commands = _commands_of_make(repository, target)
     for what in ("setup_venv.py", "system-packages.sh", "-m pytest", "/mypy"):
         assert all("bounded.py" in command.partition(what)[0] for command in commands if what in command)
+
+
+def test_child_processes_of_tests_have_a_time_limit(repository: Path) -> None:
+    runs = {f"subprocess.{name}" for name in ("run", "call", "check_call", "check_output")}
+    found = [
+        f"{path.relative_to(repository)}:{node.lineno}"
+        for path in sorted((repository / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in runs
+        if not {"timeout", None} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert found == []

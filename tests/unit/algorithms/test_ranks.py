@@ -48,7 +48,7 @@ def on_ranks(work: Callable[[int, Gather], Any], world: int) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(timeout=60)
     assert not met.broken
     return found
 

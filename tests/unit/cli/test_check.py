@@ -90,18 +90,18 @@ def test_checking_and_listing_import_nothing_heavy(config: Path) -> None:
     )
     for arguments in (["check", "x.yaml"], ["list"], ["list", "policies", "mlp"], ["list", "optimizers"]):
         command = [sys.executable, "-c", code, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=100)
         assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
 def test_checking_takes_a_fraction_of_a_second_of_cpu(config: Path) -> None:
     command = [sys.executable, "-m", "etude", "check", "x.yaml"]
-    subprocess.run(command, capture_output=True, check=True, env=ENVIRONMENT)
+    subprocess.run(command, capture_output=True, check=True, env=ENVIRONMENT, timeout=100)
     taken = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command, capture_output=True, check=True, env=ENVIRONMENT)
+        subprocess.run(command, capture_output=True, check=True, env=ENVIRONMENT, timeout=100)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     # 0.25 s on an idle core; twice that leaves room for shared ones, and still catches an import of torch (2 s).

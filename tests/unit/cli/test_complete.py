@@ -16,7 +16,7 @@ def complete(words: str, cwd: Path) -> list[str]:
     position = str(len(words.split(" ")) - 1)
     environment = os.environ | {"_ETUDE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": position}
     done = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, check=False, cwd=cwd, env=environment
+        [sys.executable, "-c", CODE], capture_output=True, text=True, check=False, cwd=cwd, env=environment, timeout=100
     )
     assert done.stderr == ""
     return done.stdout.split()
@@ -55,5 +55,5 @@ def test_tab_offers_what_fits(folder: Path, words: str, offers: list[str]) -> No
 def test_completion_can_be_installed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CODE, "--show-completion"]
     environment = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    done = subprocess.run([*command, "bash"], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run([*command, "bash"], capture_output=True, text=True, check=False, env=environment, timeout=100)
     assert "_ETUDE_COMPLETE=complete_bash" in done.stdout

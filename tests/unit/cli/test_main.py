@@ -22,7 +22,7 @@ ERRORS = [one for one in vars(errors).values() if isinstance(one, type) and issu
 
 def etude(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "etude", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=ENVIRONMENT)
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=ENVIRONMENT, timeout=100)
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
@@ -110,7 +110,12 @@ def test_version_and_help_import_nothing_heavy() -> None:
     )
     for option in ("--version", "--help"):
         done = subprocess.run(
-            [sys.executable, "-c", code, option], capture_output=True, text=True, check=False, env=ENVIRONMENT
+            [sys.executable, "-c", code, option],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=ENVIRONMENT,
+            timeout=100,
         )
         assert done.returncode == 0, done.stderr
         assert __version__ in done.stdout or "torchrun" in done.stdout or "Commands" in done.stdout
@@ -131,5 +136,7 @@ def test_train_without_a_config_says_what_to_type() -> None:
 
 def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
     command = f"{sys.executable} -m etude --help | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=100
+    )
     assert "Traceback" not in done.stderr

@@ -99,11 +99,11 @@ def test_everything_is_left_in_one_folder(tmp_path: Path, monkeypatch: pytest.Mo
 def test_interrupted_anywhere_it_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-m", "etude", "quickstart", *ARGUMENTS]
-    whole = subprocess.run([*command[:-1], "whole"], capture_output=True, text=True, check=False)
+    whole = subprocess.run([*command[:-1], "whole"], capture_output=True, text=True, check=False, timeout=240)
     assert whole.returncode == 0, whole.stderr
     for sign in ("[1/4] record ...", "[2/4] train ...", "[3/4] evaluate ..."):
         _kill_after(sign, command)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("report: q/report.html")
     for name in ("evaluation/metaworld-reach-test.csv", "demonstrations/etude_recording.json"):

@@ -55,7 +55,7 @@ def test_the_generated_code_keeps_the_rules_of_the_house(tmp_path: Path) -> None
     files = [str(tmp_path / "tidy_example.py"), str(tmp_path / "test_tidy_example.py")]
     for command in (["check", "--select", "E,F,I,UP,B"], ["format", "--check", "--quiet"]):
         ruff = [sys.executable, "-m", "ruff", *command, "--isolated", "--line-length", "120", *files]
-        assert subprocess.run(ruff, capture_output=True, text=True, check=False).returncode == 0
+        assert subprocess.run(ruff, capture_output=True, text=True, check=False, timeout=100).returncode == 0
 
 
 def test_the_generated_config_is_valid(tmp_path: Path) -> None:
@@ -74,6 +74,8 @@ def test_the_generated_config_is_valid(tmp_path: Path) -> None:
 def test_the_generated_test_passes(tmp_path: Path) -> None:
     make("living_example", tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "test_living_example.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=100
+    )
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout

@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def etude(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "etude", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=100)
 
 
 def test_both_spellings_of_the_config_take_overrides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_the_command_runs_under_torchrun(folder: Path) -> None:
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
         "-m", "etude", "train", "x.yaml",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("reached step 6") == 1
     assert Run(Path("runs/tiny")).state() == "finished"

@@ -95,7 +95,9 @@ def test_real_runs_are_compared(config: Path, trainer: str, code: int) -> None:
     config.with_name("restless.py").write_text(PLUGIN)
     config.write_text(f"plugins: [restless.py]\n{CONFIG}trainer: {trainer}\n")
     command = [sys.executable, "-m", "etude", "verify", str(config), "--steps", "3", "training.batch_size=8"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT, cwd=config.parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=ENVIRONMENT, cwd=config.parent, timeout=100
+    )
     assert done.returncode == code, done.stderr
     assert done.stdout.count("tensors after 3 steps") == 2
     assert not (config.parent / "runs").exists()

@@ -38,7 +38,7 @@ def test_the_death_of_a_worker_between_steps_is_reported_by_the_next_take() -> N
     data.take(0)
     victim = multiprocessing.active_children()[0]
     os.kill(victim.pid or 0, signal.SIGKILL)
-    victim.join()  # nothing is raised here, in the middle of whatever the trainer does
+    victim.join(timeout=60)  # nothing is raised here, in the middle of whatever the trainer does
     begin = time.monotonic()
     with pytest.raises(DataError, match=rf"worker with process id {victim.pid} was killed by SIGKILL"):
         data.take(1)
@@ -77,7 +77,7 @@ def test_data_can_be_opened_again_after_a_death() -> None:
     expected = data.take(0)
     victim = multiprocessing.active_children()[0]
     os.kill(victim.pid or 0, signal.SIGKILL)
-    victim.join()
+    victim.join(timeout=60)
     with pytest.raises(DataError):
         data.take(1)
     data.open(place)

@@ -84,4 +84,4 @@ def serving(source: Path, env: dict[str, str], *arguments: str) -> Iterator[tupl
     finally:
         if process.poll() is None:
             os.kill(process.pid, 9)
-        process.communicate()
+        process.communicate(timeout=60)

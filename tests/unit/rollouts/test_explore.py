@@ -211,7 +211,7 @@ def test_alarms_of_others_still_ring_and_a_late_step_counts_in_any_thread() -> N
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
-    thread.join()
+    thread.join(timeout=60)
     assert len(caught) == 1
 
 

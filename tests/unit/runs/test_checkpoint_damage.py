@@ -302,11 +302,13 @@ def test_a_disk_that_takes_no_more_leaves_the_last_good_one_intact(tmp_path: Pat
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False, timeout=100
+    )
     if mounted.returncode:
         pytest.skip("mounting a small tmpfs is not permitted here")
     yield disk
-    subprocess.run(["umount", disk], check=True)
+    subprocess.run(["umount", disk], check=True, timeout=100)
 
 
 def test_a_full_disk_leaves_the_last_good_one_intact(tiny_disk: Path) -> None:

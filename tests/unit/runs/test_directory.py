@@ -85,7 +85,7 @@ def test_a_damaged_status_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_a_running_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
+    child.wait(timeout=60)
     run = Run(tmp_path)
     run.set_status("running")
     assert run.state() == "running"
@@ -175,4 +175,4 @@ def test_the_public_names_are_imported_when_used() -> None:
     with pytest.raises(AttributeError, match="nothing"):
         etude.runs.nothing  # noqa: B018
     code = "import sys, etude.runs; raise SystemExit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, env=os.environ).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=os.environ, timeout=100).returncode == 0

@@ -13,7 +13,7 @@ from etude.runs import durable
 
 def dead_pid() -> int:
     child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
+    child.wait(timeout=60)
     return child.pid
 
 

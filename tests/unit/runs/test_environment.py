@@ -52,7 +52,7 @@ def test_git_state_tells_commit_branch_and_changes(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=x", "-c", "user.email=x@example.com", "-c", "init.defaultBranch=trunk"]
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout.strip()
 
     git("init")
     (tmp_path / "file").write_text("1")

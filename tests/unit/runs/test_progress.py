@@ -155,7 +155,7 @@ def test_a_reader_that_went_away_does_not_stop_training() -> None:
     child.stdout.close()
     assert child.stderr.read() == "done"
     child.stderr.close()
-    assert child.wait() == 0
+    assert child.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize(

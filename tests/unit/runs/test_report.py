@@ -207,7 +207,7 @@ def test_secrets_of_the_environment_stay_out(tmp_path: Path, monkeypatch: pytest
 
 def test_a_run_whose_process_is_gone_is_shown_as_killed(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
+    gone.wait(timeout=60)
     status = {"state": "running", "step": 0, "pid": gone.pid, "host": socket.gethostname(), "duration_s": 0.0}
     _, page = read_page(make_run(tmp_path / "run", ROWS, CONFIG, status))
     text = " ".join(page.text)
@@ -251,7 +251,7 @@ def test_a_missing_run_is_one_sentence(tmp_path: Path) -> None:
 
 def test_reporting_imports_no_torch() -> None:
     code = "import sys, etude.runs.report; sys.exit(bool({'torch', 'numpy', 'rich'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=100).returncode == 0
 
 
 def test_downsampling_keeps_ends_and_extremes() -> None:

@@ -58,7 +58,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("budget_mb", [0, 20, 40])
 def test_reading_all_frames_stays_within_the_budget(root: Path, tmp_path: Path, budget_mb: int) -> None:
     command = [sys.executable, "-c", READ_ALL, str(root), str(budget_mb / 1000), str(tmp_path / "cache")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     decoded = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("frames.u8"))

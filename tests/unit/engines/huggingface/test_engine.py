@@ -265,7 +265,9 @@ def test_checking_a_config_finds_unknown_options_without_transformers(tmp_path: 
     path.write_text(YAML + "engine: {type: huggingface, params: {repport_to: wandb}}\n")
     program = "import sys; from etude.cli.main import main; sys.argv = ['etude', 'check', sys.argv[1]]\n"
     program += "try: main()\nfinally: print('transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False, timeout=100
+    )
     assert done.returncode == 2
     assert "did you mean 'report_to'?" in done.stdout + done.stderr
     assert done.stdout.endswith("False\n")

@@ -56,7 +56,7 @@ def served(answer: Callable[[int, dict[str, Any], Any], Answer]) -> Iterator[tup
         yield f"http://127.0.0.1:{server.server_port}/v1", asked
     finally:
         server.shutdown()
-        thread.join()
+        thread.join(timeout=60)
         server.server_close()
 
 
