@@ -44,7 +44,7 @@ NOTHING_WORKS = "nothing"
 
 # -P: the program's folder is this package, whose types.py is not Python's.
 PROBE = [sys.executable, "-P", str(Path(__file__).with_name("low_precision_probe.py"))]
-PROBE_LIMIT_S = 120.0  # It takes 3 CPU seconds, nearly all of them to import torch.
+PROBE_LIMIT_S = 120.0  # It takes 2 CPU seconds, nearly all of them to import torch.
 _DEATHS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP}
 _CPU_LINES = ("vendor_id", "cpu family", "model", "stepping", "microcode", "flags", "Features", "CPU ")
 
