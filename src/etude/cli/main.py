@@ -30,7 +30,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(redteam_app, name="redteam")
 
 Config = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="Experiment file (YAML).", autocompletion=complete.configs)
+    Path, typer.Argument(metavar="CONFIG", help="Experiment file (YAML) or preset.", autocompletion=complete.configs)
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -87,7 +87,10 @@ def train(
     config: Annotated[
         str | None,
         typer.Argument(
-            metavar="CONFIG", help="Experiment file (YAML).", show_default=False, autocompletion=complete.configs
+            metavar="CONFIG",
+            help="Experiment file (YAML), or a preset such as digits.",
+            show_default=False,
+            autocompletion=complete.configs,
         ),
     ] = None,
     overrides: Overrides = None,
@@ -108,7 +111,7 @@ def train(
         settings.insert(0, config)  # the file came by option, so the first plain argument is an override
     path = train_config or (Path(config) if config is not None else None)
     if path is None:
-        raise typer.BadParameter("give the experiment file to train, as in: etude train configs/digits.yaml")
+        raise typer.BadParameter("give what to train, as in: etude train configs/digits.yaml, or: etude train digits")
 
     from etude.cli.train import train_config as run_training
 
@@ -164,7 +167,7 @@ def list_components(
     kind: Annotated[
         str | None,
         typer.Argument(
-            metavar="KIND", help="policies, data, algorithms, engines, ...", show_default=False,
+            metavar="KIND", help="presets, policies, data, algorithms, engines, ...", show_default=False,
             autocompletion=complete.kinds,
         ),
     ] = None,
