@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -28,6 +29,9 @@ new_app = typer.Typer(help="Write a working skeleton to start from.", no_args_is
 app.add_typer(new_app, name="new")
 app.add_typer(data_app, name="data")
 app.add_typer(redteam_app, name="redteam")
+
+_NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
+"""How systems refuse a folder or a file that was named to be written."""
 
 Config = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="Experiment file (YAML) or preset.", autocompletion=complete.configs)
@@ -397,7 +401,11 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except Exception:  # noqa: BLE001 - the last stop before the interpreter: secrets leave the traceback here
+    except Exception as error:  # noqa: BLE001 - the last stop before the interpreter: secrets leave the traceback here
+        if isinstance(error, OSError) and error.errno in _NO_PLACE and error.filename is not None:
+            name = os.fsdecode(error.filename)
+            _complain(f"error: cannot use {name}: {error.strerror}; make it writable, or name another place")
+            raise SystemExit(2) from None
         import traceback
 
         from etude.secrets import redact
