@@ -60,7 +60,7 @@ def test_comments_say_how_to_make_the_data_and_how_to_train(path: Path) -> None:
     roots = options(made, "--root") or [str(default_root(options(made, "--env")))]
     assert config.data.params["root"] == roots[0]
     trained = [command for command in rest if command[1] == "train"]
-    assert trained[0][2] == f"configs/{name_of(path)}"
+    assert trained[0][2] == path.stem
     for command in rest:
         if command[1] == "evaluate":
             assert command[2] == f"runs/{config.run.name}"

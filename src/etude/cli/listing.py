@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from etude.cli.output import print_json, print_table, say
+from etude.config.presets import describe_preset, presets
 from etude.errors import RegistryError
 from etude.registry import REGISTRIES, Registry, did_you_mean, load_plugins
+
+PRESETS = "presets"
 
 
 def print_components(kind: str | None, key: str | None, *, plugins: list[str], as_json: bool) -> None:
@@ -14,6 +17,9 @@ def print_components(kind: str | None, key: str | None, *, plugins: list[str], a
     load_plugins(plugins)
     if kind is None:
         _print_kinds(as_json)
+        return
+    if kind == PRESETS:
+        _print_presets(key, as_json)
         return
     registry = _find_kind(kind)
     if key is None:
@@ -25,18 +31,36 @@ def print_components(kind: str | None, key: str | None, *, plugins: list[str], a
 def _find_kind(kind: str) -> Registry[Any]:
     if kind in REGISTRIES:
         return REGISTRIES[kind]
-    near = did_you_mean(kind, REGISTRIES)
-    known = ", ".join(REGISTRIES)
+    near = did_you_mean(kind, [PRESETS, *REGISTRIES])
+    known = ", ".join([PRESETS, *REGISTRIES])
     raise RegistryError(f"unknown kind {kind!r}{near + ' Known' if near else '; known'}: {known}")
 
 
 def _print_kinds(as_json: bool) -> None:
-    names = {kind: registry.keys() for kind, registry in REGISTRIES.items()}
+    names = {PRESETS: list(presets()), **{kind: registry.keys() for kind, registry in REGISTRIES.items()}}
     if as_json:
         print_json(names)
         return
     print_table(("kind", "names"), [(kind, ", ".join(keys) or "-") for kind, keys in names.items()])
     say("etude list KIND shows what each is for, etude list KIND NAME its parameters.")
+
+
+def _print_presets(key: str | None, as_json: bool) -> None:
+    known = presets()
+    if key is not None and key not in known:
+        near = did_you_mean(key, known)
+        raise RegistryError(f"unknown preset {key!r}{near + ' Known' if near else '; known'}: {', '.join(known)}")
+    if key is not None and as_json:
+        print_json({"name": key, "path": str(known[key]), "text": known[key].read_text(encoding="utf-8")})
+    elif key is not None:
+        say(known[key].read_text(encoding="utf-8").rstrip("\n"))
+    elif as_json:
+        print_json(
+            [{"name": name, "summary": describe_preset(path), "path": str(path)} for name, path in known.items()]
+        )
+    else:
+        print_table((PRESETS, "what it is"), [(name, describe_preset(path)) for name, path in known.items()])
+        say("etude train NAME trains one, etude list presets NAME prints it, to be kept as a file and changed.")
 
 
 def _print_keys(kind: str, registry: Registry[Any], as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -29,8 +30,11 @@ app.add_typer(new_app, name="new")
 app.add_typer(data_app, name="data")
 app.add_typer(redteam_app, name="redteam")
 
+_NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
+"""How systems refuse a folder or a file that was named to be written."""
+
 Config = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="Experiment file (YAML).", autocompletion=complete.configs)
+    Path, typer.Argument(metavar="CONFIG", help="Experiment file (YAML) or preset.", autocompletion=complete.configs)
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -87,7 +91,10 @@ def train(
     config: Annotated[
         str | None,
         typer.Argument(
-            metavar="CONFIG", help="Experiment file (YAML).", show_default=False, autocompletion=complete.configs
+            metavar="CONFIG",
+            help="Experiment file (YAML), or a preset such as digits.",
+            show_default=False,
+            autocompletion=complete.configs,
         ),
     ] = None,
     overrides: Overrides = None,
@@ -108,7 +115,7 @@ def train(
         settings.insert(0, config)  # the file came by option, so the first plain argument is an override
     path = train_config or (Path(config) if config is not None else None)
     if path is None:
-        raise typer.BadParameter("give the experiment file to train, as in: etude train configs/digits.yaml")
+        raise typer.BadParameter("give what to train, as in: etude train configs/digits.yaml, or: etude train digits")
 
     from etude.cli.train import train_config as run_training
 
@@ -164,7 +171,7 @@ def list_components(
     kind: Annotated[
         str | None,
         typer.Argument(
-            metavar="KIND", help="policies, data, algorithms, engines, ...", show_default=False,
+            metavar="KIND", help="presets, policies, data, algorithms, engines, ...", show_default=False,
             autocompletion=complete.kinds,
         ),
     ] = None,
@@ -394,7 +401,11 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except Exception:  # noqa: BLE001 - the last stop before the interpreter: secrets leave the traceback here
+    except Exception as error:  # noqa: BLE001 - the last stop before the interpreter: secrets leave the traceback here
+        if isinstance(error, OSError) and error.errno in _NO_PLACE and error.filename is not None:
+            name = os.fsdecode(error.filename)
+            _complain(f"error: cannot use {name}: {error.strerror}; make it writable, or name another place")
+            raise SystemExit(2) from None
         import traceback
 
         from etude.secrets import redact

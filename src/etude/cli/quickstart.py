@@ -144,7 +144,7 @@ def _train(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _evaluate(directory: Path, env: str, episodes: int, seed: int) -> dict[str, Any]:
     from etude.config.restore import load_policy
-    from etude.rollouts.environments.rendering import prepare_mujoco
+    from etude.rollouts.environments.rendering import EGL_PACKAGES, OSMESA_PACKAGES, prepare_mujoco
     from etude.rollouts.evaluate import evaluate_policy
     from etude.rollouts.results import EpisodeRow
 
@@ -167,7 +167,8 @@ def _evaluate(directory: Path, env: str, episodes: int, seed: int) -> dict[str, 
     result.to_json(output / f"{stem}.json")
     result.to_csv(output / f"{stem}.csv")
     if films is None:
-        say("no videos: neither EGL nor OSMesa works here; see scripts/system-packages.sh")
+        packages = f"apt-get install {EGL_PACKAGES}, or: apt-get install {OSMESA_PACKAGES}"
+        say(f"no videos: neither EGL nor OSMesa works here; on Debian run: {packages}")
     return {"text": f"{result.total}", **result.metrics(), "interval": list(result.interval)}
 
 

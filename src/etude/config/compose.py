@@ -9,6 +9,7 @@ from typing import Any
 
 from etude.config import yaml12
 from etude.config.origins import DEFAULT, Layer, Origin
+from etude.config.presets import locate
 from etude.config.yaml12 import Path, ReadError
 from etude.errors import ConfigError
 from etude.registry import is_plugin_file
@@ -19,10 +20,10 @@ COMPONENT_LISTS = ("loggers", "callbacks")
 
 
 def compose(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Layer:
-    """Read a file with everything it builds on, and apply overrides; nothing is interpolated or validated yet."""
+    """Read a file or preset with all it builds on, and apply overrides; nothing is interpolated or validated yet."""
     if "\0" in os.fspath(path):
         raise ConfigError(f"no such file: {os.fspath(path)!r}")
-    layer = _Composer().file(os.fspath(path), "")
+    layer = _Composer().file(locate(os.fspath(path)), "")
     _fill_in(layer)
     for text in overrides:
         _override(layer, text)
@@ -66,7 +67,7 @@ class _Composer:
                 raise ConfigError(f"{place}: defaults: must be a list of file names, or of {{label: file name}}")
             if "${" in entry:
                 raise ConfigError(f"{origin}: defaults: ${{...}} is not available here; write the file name")
-            base = os.path.normpath(os.path.join(os.path.dirname(path), os.path.expanduser(entry)))
+            base = os.path.normpath(locate(os.path.expanduser(entry), os.path.dirname(path), f"{origin}: "))
             layers.append(self.file(base, f"{origin}: "))
         return _merge([*layers, own])
 

@@ -58,7 +58,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Loaded:
     """Load and validate a configuration file; raise `ConfigError` with every mistake, one a line.
 
     Args:
-        path: The file.
+        path: The file, or the name of a preset.
         overrides: `key=value` texts, such as `training.lr=1e-4`, applied in order after the files.
     """
     layer = compose(path, overrides)

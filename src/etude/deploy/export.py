@@ -183,9 +183,11 @@ def _to_bytes(program: torch.export.ExportedProgram, kind: str, directory: Path,
 
 
 def _write_onnx(program: torch.export.ExportedProgram, path: Path, input_names: list[str]) -> None:
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)  # it misses torchvision, which nothing here uses
+    # One misses torchvision, which nothing here uses; the other says six times what it left as it was.
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates what its own exporter does
@@ -193,7 +195,8 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path, input_names: 
                 program, (), dynamo=True, input_names=input_names, output_names=["chunk"], verbose=False
             )
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
     if written is None:
         raise CheckpointError("torch.onnx made no program of this policy")
     written.save(str(path), external_data=False)

@@ -1,6 +1,6 @@
 """Settings that learn Meta-World's tasks from state on a CPU in a minute or so. Plain values; imports nothing.
 
-`configs/metaworld/` has the same as files, to copy and change.
+`etude list presets` names the same as files, to copy and change.
 """
 
 from __future__ import annotations

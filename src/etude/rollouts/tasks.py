@@ -111,7 +111,7 @@ class ReasoningGym(Sequence[Task]):
         try:
             import reasoning_gym  # type: ignore[import-untyped,unused-ignore]
         except ImportError:
-            raise MissingExtraError("tasks of reasoning-gym need the extra llm: make setup EXTRAS=llm") from None
+            raise MissingExtraError("tasks of reasoning-gym need: pip install 'etude[llm]'") from None
         try:
             self._dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
         except (ValueError, TypeError, AssertionError) as error:

@@ -18,7 +18,7 @@ runner = CliRunner()
 
 def test_the_kinds_are_listed_with_their_names() -> None:
     rows = [line.split(maxsplit=1) for line in runner.invoke(app, ["list"]).stdout.splitlines()[1:-1]]
-    assert [kind for kind, _ in rows] == list(REGISTRIES)
+    assert [kind for kind, _ in rows] == ["presets", *REGISTRIES]
     assert ["policies", ", ".join(REGISTRIES["policies"].keys())] in rows
 
 
@@ -73,7 +73,7 @@ def test_a_plugin_can_be_looked_at(tmp_path: Path) -> None:
     "arguments,message",
     [
         (["polices"], "unknown kind 'polices'; did you mean 'policies'?"),
-        (["zzz"], "unknown kind 'zzz'; known: policies"),
+        (["zzz"], "unknown kind 'zzz'; known: presets, policies"),
         (["policies", "mpl"], "unknown policy 'mpl'; did you mean 'mlp'?"),
         (["losses", "--plugin", "absent_plugin"], "plugin 'absent_plugin'"),
     ],
@@ -85,4 +85,19 @@ def test_misspelt_names_are_corrected(arguments: list[str], message: str) -> Non
 
 
 def test_completion_knows_every_kind() -> None:
-    assert sorted(complete.KINDS) == sorted(REGISTRIES)
+    assert sorted(complete.KINDS) == sorted(["presets", *REGISTRIES])
+
+
+def test_presets_are_listed_and_printed_to_be_kept_as_files() -> None:
+    found = {one["name"]: one for one in json.loads(runner.invoke(app, ["list", "presets", "--json"]).stdout)}
+    assert {"digits", "metaworld-act", "digits-grpo"} <= set(found)
+    text = runner.invoke(app, ["list", "presets"]).stdout
+    for name, one in found.items():
+        assert one["summary"] in text
+        assert runner.invoke(app, ["list", "presets", name]).stdout == Path(one["path"]).read_text()
+    assert json.loads(runner.invoke(app, ["list", "presets", "digits", "--json"]).stdout)["name"] == "digits"
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(RegistryError, match="unknown preset 'digit'; did you mean 'digits'"):
+        runner.invoke(app, ["list", "presets", "digit"], catch_exceptions=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -140,3 +141,29 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
         ["bash", "-c", command], capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=100
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "x.yaml", "run.root=file"],
+        ["report", "a", "-o", "file/page.html"],
+        ["new", "trainer", "some_trainer", "--dir", "file/x"],
+    ],
+)
+def test_a_place_that_cannot_be_written_is_one_sentence(
+    arguments: list[str], tmp_path: Path, child_env: dict[str, str]
+) -> None:
+    (tmp_path / "file").write_text("in the way of a folder")
+    (tmp_path / "x.yaml").write_text("policy: mlp\ndata: digits\ntraining: {training_steps: 1}\nloggers: []\n")
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "runs/a/status.json").write_text('{"state": "finished", "step": 1}')
+    command = [sys.executable, "-m", "etude", *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=child_env, check=False, timeout=100
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"etude: error: cannot use file\S*: [^\n]+; make it writable, or name another place\n", done.stderr
+    )

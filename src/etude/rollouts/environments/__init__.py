@@ -19,6 +19,7 @@ def make_environment(name: str, **options: Any) -> Environment:
         options: Further parameters of the environment; `etude list environments KEY` shows them.
     """
     from etude.registry import ENVIRONMENT_REGISTRY, did_you_mean
+    from etude.rollouts.environments.rendering import load_triton
 
     key, rest = split_name(name)
     constructor = ENVIRONMENT_REGISTRY.get(key)
@@ -30,6 +31,7 @@ def make_environment(name: str, **options: Any) -> Environment:
     missing = [p.name for p in ENVIRONMENT_REGISTRY.signature(key).parameters if p.required and p.name not in options]
     if not rest and missing:
         raise ConfigError(f"{name!r} does not say which {missing[0]}; write {key}/NAME")
+    load_triton()  # a registered environment may open OpenGL by itself
     environment: Environment = constructor(rest, **options) if rest else constructor(**options)
     return environment
 

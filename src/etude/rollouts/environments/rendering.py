@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import importlib
 import os
 import sys
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from etude.errors import MissingExtraError
@@ -28,12 +33,36 @@ def has_rendered() -> bool:
     return _has_rendered
 
 
+@cache
+def load_triton() -> None:
+    """Import triton, where there is one, before OpenGL: everything that renders comes through here first.
+
+    Mesa's software OpenGL brings a libLLVM, and triton an LLVM of its own under the same symbols. Loaded after Mesa's,
+    triton's calls end in the wrong one, which is a segmentation fault as soon as torch imports it; the other way round
+    both work. It takes 0.2 s, which training spends on it anyway.
+    """
+    if "triton" in sys.modules or find_spec("triton") is None or _has_llvm():
+        return
+    with warnings.catch_warnings(), suppress(Exception):  # one that is broken is torch's to complain about
+        warnings.simplefilter("ignore")
+        importlib.import_module("triton")
+
+
+def _has_llvm() -> bool:
+    # Somebody else rendered before us: to import triton now is what would end this process.
+    try:
+        return "libLLVM" in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
 def prepare_mujoco() -> str:
     """Choose how MuJoCo renders, before we import it, and return the choice: egl, osmesa or disable.
 
     What the user set as MUJOCO_GL stands. Where neither EGL nor OSMesa works MuJoCo still simulates, and only asking
     for a picture is an error.
     """
+    load_triton()
     chosen = os.environ.get("MUJOCO_GL", "").strip().lower()
     if not chosen and sys.platform == "linux":
         chosen = "egl" if find_egl_fault() is None else "osmesa" if find_osmesa_fault() is None else "disable"
@@ -62,6 +91,7 @@ def require_rendering() -> None:
 @cache
 def find_egl_fault() -> str | None:
     """Return why EGL cannot render without a screen, or None if it can."""
+    load_triton()  # to ask EGL for a display is enough to load Mesa's LLVM
     try:
         egl = ctypes.CDLL("libEGL.so.1")
     except OSError:
@@ -89,6 +119,7 @@ def find_egl_fault() -> str | None:
 @cache
 def find_osmesa_fault() -> str | None:
     """Return why OSMesa cannot render, or None if it can."""
+    load_triton()
     names = [ctypes.util.find_library("OSMesa"), "libOSMesa.so.8", "libOSMesa.so.6"]
     for name in filter(None, names):
         try:

@@ -1,0 +1,78 @@
+"""The wheel, away from the repository: everything that a command reads is inside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(repository))
+    (path,) = folder.glob("etude-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """A folder into which nothing but the wheel is installed; as PYTHONPATH it comes before the editable install."""
+    target = wheel.parent / "installed"
+    pip("install", "-q", "--no-deps", "--no-index", "--target", str(target), str(wheel))
+    return target
+
+
+def test_the_wheel_has_every_module_every_preset_and_its_types(wheel: Path, repository: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    source, configs = repository / "src", repository / "configs"
+    modules = {str(path.relative_to(source)) for path in (source / "etude").rglob("*.py")}
+    presets = {f"etude/configs/{path.relative_to(configs)}" for path in configs.rglob("*.yaml")}
+    inside = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
+    assert inside == modules | presets | {"etude/py.typed"}
+
+
+@pytest.fixture
+def etude(installed: Path, child_env: dict[str, str], tmp_path: Path) -> Callable[..., str]:
+    """Run a command of the installed package in an empty folder, under the plainest locale."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    env = {**child_env, "PYTHONPATH": str(installed), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "etude", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, check=False, timeout=250)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_presets_are_listed_checked_and_trained_by_name(
+    etude: Callable[..., str], installed: Path, tmp_path: Path
+) -> None:
+    found = json.loads(etude("list", "presets", "--json"))
+    assert all(Path(one["path"]).is_relative_to(installed) for one in found)
+    values = json.loads(etude("check", "metaworld-act", "--json"))["values"].values()
+    origins = {one["origin"].split(":")[0] for one in values}
+    assert origins == {"default", str(installed / "etude/configs/robot/metaworld-act.yaml")}
+    assert "reached step 2" in etude("train", "digits", "training.training_steps=2", "run.name=a")
+    assert (tmp_path / "elsewhere/runs/a/status.json").is_file()
+
+
+def test_a_skeleton_is_written_and_is_valid(etude: Callable[..., str]) -> None:
+    etude("new", "trainer", "mine")
+    etude("check", "mine.yaml")
