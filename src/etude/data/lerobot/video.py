@@ -22,8 +22,7 @@ Codec = Literal["h264", "av1"]
 # A key frame every second frame, as lerobot does: any frame is then found by decoding two.
 _KEY_FRAME_EVERY: Final = 2
 _ENCODERS: Final[dict[str, tuple[str, dict[str, str]]]] = {
-    # With threads of its own, x264 gave other bytes for the same pictures once in 96 times on a busy machine.
-    "h264": ("libx264", {"preset": "veryfast", "crf": "21", "bf": "0", "threads": "1"}),
+    "h264": ("libx264", {"preset": "veryfast", "crf": "21", "bf": "0"}),
     "av1": ("libsvtav1", {"preset": "10", "crf": "30", "svtav1-params": "log-level=0:pred-struct=1"}),
 }
 _OPEN_FILES: Final = 8
