@@ -25,6 +25,10 @@ class Policy(Protocol):
     def state_dict(self) -> Mapping[str, Any]: ...
 
 
+ORDER_VERSION = 2
+"""How the order of a large dataset is drawn; 1 drew a whole permutation of it, which old runs go on with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where in the group a rank stands, and how a global batch is cut."""
@@ -38,6 +42,7 @@ class Place:
     """Micro-batches per optimizer step and rank."""
     num_workers: int = 0
     shuffle: bool = True
+    order_version: int = ORDER_VERSION
 
     @property
     def global_batch(self) -> int:

@@ -176,7 +176,9 @@ def _plan(loader: DataLoader[Any], place: Place, evaluate: bool = False) -> _Epo
     if plain:
         length = len(loader.dataset)  # type: ignore[arg-type]  # map-style datasets have a length
         stream = STREAM_EVALUATE if evaluate else STREAM_SAMPLE
-        order = Order(length, seed=place.seed, shuffle=shuffle and not evaluate, stream=stream)
+        order = Order(
+            length, seed=place.seed, shuffle=shuffle and not evaluate, stream=stream, version=place.order_version
+        )
         return _Epochs(order, size, drop_last)
     if type(sampler) in _STATELESS:
         draw = _Draw(sampler, place.seed, STREAM_EVALUATE if evaluate else STREAM_SAMPLE)

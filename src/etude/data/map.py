@@ -41,7 +41,7 @@ class MapData(IndexedData):
     def open(self, place: Place) -> None:
         """Get ready to serve one rank; called once before `take`."""
         super().open(place)
-        self._order = Order(self.length, seed=place.seed, shuffle=place.shuffle)
+        self._order = Order(self.length, seed=place.seed, shuffle=place.shuffle, version=place.order_version)
 
     def requests(self, step: int) -> list[Request]:
         """Return indices and keys of each micro-batch of this rank in one step."""

@@ -137,7 +137,7 @@ class MixtureData(IndexedData):
         super().open(place)
         self._blocks = {}
         self._orders = [
-            Order(len(dataset), seed=fold(place.seed, number), shuffle=place.shuffle)
+            Order(len(dataset), seed=fold(place.seed, number), shuffle=place.shuffle, version=place.order_version)
             for number, dataset in enumerate(self.mixture.datasets)
         ]
 

@@ -74,9 +74,10 @@ class Session:
         self.watchdog = self._exits.enter_context(watchdog)
         self._exits.enter_context(self.signals)
         self.record = self._exits.enter_context(Record(trainer, group, resume))
+        checkpoint = self.record.find_checkpoint(resume)
         self.place = Place(
             config.seed, group.rank, group.world, config.batch_size, config.gradient_accumulation_steps,
-            config.num_workers, config.shuffle,
+            config.num_workers, config.shuffle, state.order_version(checkpoint),
         )  # fmt: skip
         self.data = trainer.data
         choose_windows(trainer.policy, self.data, trainer.eval_data)
@@ -84,7 +85,6 @@ class Session:
         self._exits.callback(self.data.close)
         self._build_policy()
         self._build_callbacks()
-        checkpoint = self.record.find_checkpoint(resume)
         if checkpoint is not None:
             state.restore(self, checkpoint)
         self.record.start(self.progress, count_parameters(self.policy))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.duration import Progress
 from etude.errors import CheckpointError
+from etude.protocols import ORDER_VERSION
 
 if TYPE_CHECKING:
     from etude.engines.session import Session
@@ -30,6 +31,7 @@ def collect(session: Session) -> dict[str, Any]:
             "seed": session.config.seed,
             "global_batch": session.place.global_batch,
             "precision": session.config.precision,
+            "order_version": session.place.order_version,
         },
     }
     describe: Any = getattr(session.policy, "describe", None)
@@ -45,6 +47,14 @@ def collect(session: Session) -> dict[str, Any]:
     if session.group.world > 1:
         tree["session"]["meters"] = session.group.gather(tree["session"]["meter"])
     return tree
+
+
+def order_version(tree: dict[str, Any] | None) -> int:
+    """Return how the data of a run is ordered: as it was when the run began."""
+    if tree is None:
+        return ORDER_VERSION
+    version: int = tree["session"].get("order_version", 1)
+    return version
 
 
 def restore(session: Session, tree: dict[str, Any]) -> None:

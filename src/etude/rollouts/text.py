@@ -114,7 +114,7 @@ class TextRollouts:
         if self.prompts_per_step % place.world:
             raise ConfigError(f"{self.prompts_per_step} prompts per step cannot be shared by {place.world} ranks")
         self.place = place
-        self._order = Order(len(self.tasks), seed=place.seed, shuffle=place.shuffle)
+        self._order = Order(len(self.tasks), seed=place.seed, shuffle=place.shuffle, version=place.order_version)
 
     def take(self, step: int) -> Updates:
         """Draw, reward and prepare one step."""
@@ -154,8 +154,7 @@ class TextRollouts:
         return list(range(first + self.place.rank, first + self.prompts_per_step, self.place.world))
 
     def _task(self, position: int) -> Task:
-        epoch, index = divmod(position, len(self.tasks))
-        return self.tasks[int(self._order.epoch(epoch)[0][index])]
+        return self.tasks[int(self._order.at(position, 1)[0][0])]
 
     def draw(self, policy: Any, positions: Sequence[int], seed: int, tasks: Sequence[Task] | None = None) -> list[Any]:
         """Return rollouts of the tasks at some positions, without rewards unless a conversation gives them."""

@@ -28,15 +28,16 @@ from etude.runs.manifest import (
     STEP_NAME,
     DamagedCheckpointError,
     Manifest,
+    open_listed,
     read_manifest,
     verify,
 )
-from etude.runs.tensor_file import StagedFile, copy_all, read_tensor_file
+from etude.runs.tensor_file import StagedFile, copy_all, read_tensors
 from etude.runs.tree import join_tensors, split_tensors
 
 __all__ = ["MIGRATIONS", "SCHEMA_VERSION", "Checkpoint", "CheckpointStore", "read_checkpoint"]
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lambda tree: tree}
 """By the schema version they start from: functions that bring a loaded tree one version up."""
 
 _STATE_NAME = "state.json"
@@ -344,18 +345,21 @@ class CheckpointStore:
 def read_checkpoint(directory: Path) -> Checkpoint:
     """Verify and load one checkpoint directory; only the .safetensors and .json files its manifest lists are read."""
     directory = Path(directory)
-    manifest = verify(directory)
-    name = _STATE_NAME
+    manifest = read_manifest(directory)
+    name = MANIFEST_NAME
     try:
-        if name not in manifest.files:
-            raise ValueError("is not listed in the manifest")
-        with durable.open_regular(directory / name) as file:
-            skeletons = json.loads(file.readall())["tree"].items()
+        contents: dict[str, Any] = {}
+        for name, record in manifest.files.items():
+            with open_listed(directory, name, record) as (file, digest):
+                contents[name] = read_tensors(file, digest) if name.endswith(".safetensors") else file.readall()
+                if isinstance(contents[name], bytes):
+                    digest.update(contents[name])
+        name = _STATE_NAME
+        skeletons = json.loads(contents[name])["tree"].items()
         tree = {}
         for key, skeleton in skeletons:
             name = f"{key}.safetensors"
-            tensors = read_tensor_file(directory / name) if name in manifest.files else {}
-            tree[key] = join_tensors(skeleton, tensors)
+            tree[key] = join_tensors(skeleton, contents.get(name, {}))
         name = MANIFEST_NAME
         info = join_tensors(manifest.info, {})
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError, CheckpointError) as error:

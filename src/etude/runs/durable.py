@@ -10,11 +10,14 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-# hashlib and os.write release the GIL once per chunk: large chunks leave the training thread alone, and 4 MiB still
+import xxhash
+
+# Hashes and os.write release the GIL once per chunk: large chunks leave the training thread alone, and 4 MiB still
 # fit a cache, so that the bytes just hashed need not come from memory again to be written.
 CHUNK_BYTES = 4 << 20
 
@@ -24,17 +27,48 @@ _HOST = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname()) or "localhost"
 _in_use: set[Path] = set()
 
 
+class Hash(Protocol):
+    """What hashes bytes as they come."""
+
+    def update(self, data: Any, /) -> None:
+        """Take in the next bytes."""
+
+    def hexdigest(self) -> str:
+        """Return the hash of what came so far."""
+
+
+# One core here hashes 1.8 GB/s with the CPU's own SHA-256 instructions (0.4 without), 4.4 with BLAKE3, 23 with XXH3,
+# and copies 11. A manifest finds damage; whoever may write the files may write their hashes too, so that a hash which
+# withstands an attacker would protect nothing more.
+_HASHES: dict[str, Callable[[], Hash]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+
+
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file must be: its SHA-256 and its size."""
+    """What a file must be: its size, and its hash by the kind that is named."""
 
-    sha256: str
+    digest: str
     size_bytes: int
+    kind: str = "xxh3_128"
+
+    def new_hash(self) -> Hash:
+        """Return what computes a hash of this kind."""
+        return _HASHES[self.kind]()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return this as plain values; the name of the hash says its kind."""
+        return {self.kind: self.digest, "size_bytes": self.size_bytes}
+
+    @classmethod
+    def from_json(cls, entry: Any) -> FileRecord:
+        """Read what `to_json` returned; raise LookupError if it names no known hash."""
+        kind = next((kind for kind in _HASHES if kind in entry), "xxh3_128")
+        return cls(str(entry[kind]), int(entry["size_bytes"]), kind)
 
 
 def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
     """Write a new file, fsync it and drop it from the cache, so that re-reading tells the truth; return its hash."""
-    digest, size_bytes = hashlib.sha256(), 0
+    digest, size_bytes = xxhash.xxh3_128(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for part in parts:
@@ -53,15 +87,15 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
     return FileRecord(digest.hexdigest(), size_bytes)
 
 
-def hash_file(path: Path) -> FileRecord:
+def hash_file(path: Path, kind: str = "xxh3_128") -> FileRecord:
     """Return the hash and size of a regular file, reading it once in large chunks."""
-    digest, size_bytes = hashlib.sha256(), 0
+    digest, size_bytes = _HASHES[kind](), 0
     with open_regular(path) as file:
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(os.fstat(file.fileno()).st_size, 1))))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size_bytes += count
-    return FileRecord(digest.hexdigest(), size_bytes)
+    return FileRecord(digest.hexdigest(), size_bytes, kind)
 
 
 def open_regular(path: Path) -> io.FileIO:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from etude.errors import CheckpointError
-from etude.runs.durable import FileRecord, hash_file, open_regular
+from etude.runs.durable import CHUNK_BYTES, FileRecord, Hash, hash_file, open_regular
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""1 listed SHA-256 hashes; 2 lists hashes of any known kind."""
 MANIFEST_NAME = "manifest.json"
 STEP_NAME = re.compile(r"^step-(\d{8,})(?:-r(\d+))?$")
 """Names of checkpoint directories; a revision (-r1) exists while, or when a crash came while, a step is replaced."""
@@ -49,9 +54,7 @@ class Manifest:
             "step": self.step,
             "metric": metric if metric is None or abs(metric) < float("inf") else repr(metric),
             "info": self.info,
-            "files": {
-                name: {"sha256": record.sha256, "size_bytes": record.size_bytes} for name, record in self.files.items()
-            },
+            "files": {name: record.to_json() for name, record in self.files.items()},
         }
         return _seal(body)
 
@@ -84,18 +87,40 @@ def verify(directory: Path) -> Manifest:
     """Check every file of a checkpoint against its manifest and return the manifest."""
     manifest = read_manifest(directory)
     for name, expected in manifest.files.items():
-        try:
-            found = hash_file(directory / name)
-        except FileNotFoundError:
-            raise DamagedCheckpointError(directory, name, "is missing") from None
-        except OSError as error:
-            raise DamagedCheckpointError(directory, name, f"cannot be read ({error})") from None
-        if found.size_bytes != expected.size_bytes:
-            problem = f"is damaged: it has {found.size_bytes} bytes instead of {expected.size_bytes}"
-            raise DamagedCheckpointError(directory, name, problem)
-        if found.sha256 != expected.sha256:
-            raise DamagedCheckpointError(directory, name, "is damaged: its SHA-256 differs from the manifest")
+        with open_listed(directory, name, expected) as (file, digest):
+            buffer = memoryview(bytearray(min(CHUNK_BYTES, max(expected.size_bytes, 1))))
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
     return manifest
+
+
+@contextmanager
+def open_listed(directory: Path, name: str, expected: FileRecord) -> Iterator[tuple[io.FileIO, Hash]]:
+    """Open a file of a checkpoint to be read once, whole, and fed to the hash; at the end it must be as expected.
+
+    What the reader makes of the bytes must not be used before. A complaint of the reader's about a file that is damaged
+    becomes a complaint about the damage.
+    """
+    try:
+        with open_regular(directory / name) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes != expected.size_bytes:
+                problem = f"is damaged: it has {size_bytes} bytes instead of {expected.size_bytes}"
+                raise DamagedCheckpointError(directory, name, problem)
+            digest = expected.new_hash()
+            try:
+                yield file, digest
+                is_whole = digest.hexdigest() == expected.digest
+            except ValueError:
+                is_whole = hash_file(directory / name, expected.kind) == expected
+                if is_whole:
+                    raise
+            if not is_whole:
+                raise DamagedCheckpointError(directory, name, "is damaged: its hash differs from the manifest")
+    except FileNotFoundError:
+        raise DamagedCheckpointError(directory, name, "is missing") from None
+    except OSError as error:
+        raise DamagedCheckpointError(directory, name, f"cannot be read ({error})") from None
 
 
 def _read_body(directory: Path, body: Any) -> Manifest:
@@ -108,7 +133,7 @@ def _read_body(directory: Path, body: Any) -> Manifest:
                 f"checkpoint {directory} has schema version {version}, this Etude reads up to {SCHEMA_VERSION}; "
                 "upgrade with pip install -U etude"
             )
-        files = {name: FileRecord(str(r["sha256"]), int(r["size_bytes"])) for name, r in body["files"].items()}
+        files = {name: FileRecord.from_json(entry) for name, entry in body["files"].items()}
         for name in files:
             if not _FILE_NAME.match(name) or name == MANIFEST_NAME:
                 raise ValueError(f"file name {name!r}: only .safetensors and .json files beside it are read")

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from etude.runs.durable import write_atomically
-
 _MAX_BACKLOG_BYTES = 16 << 20  # A disk that stays full must not turn into memory that does.
 
 
@@ -37,16 +35,11 @@ class MetricsLog:
         self._flush()
 
     def truncate_after(self, step: int) -> None:
-        """Drop the rows after `step`, and any that are torn, in one atomic step."""
+        """Drop the rows after `step` in one atomic step, reading no others: rows are in the order of their steps."""
         self._flush()
-        content = self.path.read_bytes()
-        kept = b"".join(line + b"\n" for line, row in _rows(content) if row["step"] <= step)
-        if kept != content:
-            os.close(self._descriptor)
-            try:
-                write_atomically(self.path, kept)
-            finally:
-                self._open()
+        lines = _lines_from_the_end(self._descriptor)
+        self._size_bytes = next((end for end, line in lines if _is_row_until(line, step)), 0)
+        os.ftruncate(self._descriptor, self._size_bytes)
 
     def sync(self) -> None:
         """Make the rows so far survive a power cut."""
@@ -68,7 +61,7 @@ class MetricsLog:
 
     def _open(self) -> None:
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self._size_bytes = _end_of_last_line(self._descriptor)
+        self._size_bytes = next((end for end, _ in _lines_from_the_end(self._descriptor)), 0)
         os.ftruncate(self._descriptor, self._size_bytes)  # A torn last line would swallow the next row.
 
     def _flush(self) -> None:
@@ -135,12 +128,22 @@ def _rows(content: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
             yield line, {name: _from_json(value) for name, value in row.items()}
 
 
-def _end_of_last_line(descriptor: int, block_bytes: int = 1 << 16) -> int:
-    end = os.fstat(descriptor).st_size
-    while end > 0:
-        start = max(0, end - block_bytes)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0
+def _is_row_until(line: bytes, step: int) -> bool:
+    return any(row["step"] <= step for _, row in _rows(line))
+
+
+def _lines_from_the_end(descriptor: int, block_bytes: int = 1 << 16) -> Iterator[tuple[int, bytes]]:
+    """Yield the whole lines of a file, the last one first, each with the place where it ends."""
+    start, rest = os.fstat(descriptor).st_size, b""
+    while start > 0:
+        size = min(block_bytes, start)
+        start -= size
+        content = os.pread(descriptor, size, start) + rest
+        newline = content.rfind(b"\n")
+        while newline >= 0:
+            before = content.rfind(b"\n", 0, newline)
+            if before < 0 and start > 0:
+                break  # this line begins further up
+            yield start + newline + 1, content[before + 1 : newline]
+            newline = before
+        rest = content[: newline + 1] if newline >= 0 else content

@@ -6,6 +6,7 @@ the disk, and hashing and writing go through it in chunks that release the GIL.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import CheckpointError
-from etude.runs.durable import open_regular
+from etude.runs.durable import CHUNK_BYTES, Hash, open_regular
 
 _CODES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
@@ -80,18 +81,23 @@ def copy_all(views: list[Tensor], tensors: list[Tensor]) -> None:
 def read_tensor_file(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, each in memory of its own; raise ValueError if it is none."""
     with open_regular(path) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        (header_bytes,) = struct.unpack("<Q", _read_exactly(file, 8))
-        if header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
-            raise ValueError("it does not start with a safetensors header")
-        spans = _parse_header(_read_exactly(file, header_bytes), size_bytes - 8 - header_bytes)
-        tensors = {}
-        for name, dtype, shape in spans:
-            # Own memory per tensor, aligned by torch's allocator: some kernels round differently on other alignments.
-            tensor = torch.empty(shape, dtype=dtype)
-            if tensor.numel():
-                _read_into(file, _bytes_of(tensor.reshape(-1).view(torch.uint8)))
-            tensors[name] = tensor
+        return read_tensors(file)
+
+
+def read_tensors(file: io.FileIO, digest: Hash | None = None) -> dict[str, Tensor]:
+    """Return the tensors of an open safetensors file, and let every byte that is read pass through a hash."""
+    size_bytes = os.fstat(file.fileno()).st_size
+    (header_bytes,) = struct.unpack("<Q", _read_exactly(file, 8, digest))
+    if header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
+        raise ValueError("it does not start with a safetensors header")
+    spans = _parse_header(_read_exactly(file, header_bytes, digest), size_bytes - 8 - header_bytes)
+    tensors = {}
+    for name, dtype, shape in spans:
+        # Own memory per tensor, aligned by torch's allocator: some kernels round differently on other alignments.
+        tensor = torch.empty(shape, dtype=dtype)
+        if tensor.numel():
+            _read_into(file, _bytes_of(tensor.reshape(-1).view(torch.uint8)), digest)
+        tensors[name] = tensor
     return tensors
 
 
@@ -137,15 +143,18 @@ def _parse_header(text: bytes, data_bytes: int) -> list[tuple[str, torch.dtype, 
     return spans
 
 
-def _read_exactly(file: Any, size_bytes: int) -> bytes:
+def _read_exactly(file: io.FileIO, size_bytes: int, digest: Hash | None) -> bytes:
     buffer = bytearray(size_bytes)
-    _read_into(file, memoryview(buffer))
+    _read_into(file, memoryview(buffer), digest)
     return bytes(buffer)
 
 
-def _read_into(file: Any, view: memoryview) -> None:
+def _read_into(file: io.FileIO, view: memoryview, digest: Hash | None) -> None:
     while view:
-        count = file.readinto(view)
+        # Pieces that fit a cache are hashed while they are there.
+        count = file.readinto(view[:CHUNK_BYTES])
         if not count:
             raise ValueError("it ends too early")
+        if digest is not None:
+            digest.update(view[:count])
         view = view[count:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data import order as order_module
-from etude.data.order import Order, micro_starts, permutation
+from etude.data.order import Order, micro_starts, permutation, shuffled
 from etude.errors import DataError
 from etude.protocols import Place
 from etude.rng import STREAM_SAMPLE, fold
@@ -35,6 +36,58 @@ seeds = st.integers(0, 2**63 - 1)
 def test_an_epoch_is_a_permutation(length: int, seed: int, epoch: int) -> None:
     assert sorted(permutation(length, seed, epoch).tolist()) == list(range(length))
     assert permutation(length, seed, epoch).tolist() == permutation(length, seed, epoch).tolist()
+
+
+@given(st.integers(1, 5000), seeds, st.integers(0, 1000))
+def test_an_order_that_is_not_written_down_is_a_permutation_too(length: int, seed: int, epoch: int) -> None:
+    samples = shuffled(np.arange(length), length, seed, epoch)
+    assert sorted(samples.tolist()) == list(range(length))
+    place = seed % length
+    assert shuffled(np.array([place]), length, seed, epoch).tolist() == [samples[place]]
+
+
+def test_the_order_of_a_large_dataset_looks_random() -> None:
+    length, bins = 100_003, 64
+    expected = length / bins**2
+    first, second = (shuffled(np.arange(length), length, 7, epoch) for epoch in (0, 1))
+    pairs = {
+        "place and sample": (np.arange(length), first),
+        "two epochs": (first, second),
+        "neighbours": (first[:-1], first[1:]),
+    }
+    for name, (one, other) in pairs.items():
+        counts, _, _ = np.histogram2d(one, other, bins=bins)
+        chi_square = ((counts - expected) ** 2 / expected).sum()
+        # (bins - 1) ** 2 degrees of freedom, whose deviation is 89: five of them either way.
+        assert abs(chi_square - (bins - 1) ** 2) < 5 * 89, f"{name}: {chi_square:.0f}"
+    assert np.count_nonzero(first == np.arange(length)) < 10
+
+
+def test_a_place_in_a_billion_samples_costs_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        indices, keys = Order(10**9, seed=0).at(123_456_789_012, 256)
+        again, _ = Order(10**9, seed=0).at(123_456_789_012 + 100, 10)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 << 20
+    assert indices[100:110].tolist() == again.tolist()
+    assert indices.min() >= 0 and indices.max() < 10**9 and len(set(indices.tolist())) == len(set(keys.tolist())) == 256
+
+
+def test_a_batch_may_span_many_blocks_and_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = shuffled(np.arange(100_000), 100_000, 5, 2)
+    assert Order(100_000, seed=5).at(250_000, 50_000)[0].tolist() == whole[50_000:].tolist()
+    taken = Order(100_000, seed=5).at(299_990, 20)[0].tolist()
+    assert taken == [*whole[-10:], *shuffled(np.arange(10), 100_000, 5, 3)]
+
+
+def test_old_runs_keep_the_order_of_whole_permutations() -> None:
+    old = Order(100_000, seed=5, version=1).at(100_000, 100_000)[0]
+    assert old.tolist() == permutation(100_000, 5, 1).tolist()
+    small = [Order(1000, seed=5, version=version).at(0, 1000)[0].tolist() for version in (1, 2)]
+    assert small[0] == small[1] == permutation(1000, 5, 0).tolist()
 
 
 @given(lengths, seeds, st.integers(0, 10_000), st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 3, 4]))

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from safetensors.torch import load_file
 from etude.errors import CheckpointError
 from etude.runs import checkpoint as checkpoint_module
 from etude.runs import durable, manifest
-from etude.runs.checkpoint import CheckpointStore
+from etude.runs.checkpoint import CheckpointStore, read_checkpoint
 from etude.runs.manifest import DamagedCheckpointError
 
 
@@ -263,9 +266,9 @@ def _rewrite_manifest(path: Path, **changes: Any) -> None:
 def test_a_newer_schema_is_refused_with_a_hint_and_not_passed_over(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(state(1), step=1, wait=True)
-    _rewrite_manifest(store.save(state(2), step=2, wait=True), schema_version=2)
+    _rewrite_manifest(store.save(state(2), step=2, wait=True), schema_version=3)
     for which in ("last", 2, tmp_path / "step-00000002"):
-        with pytest.raises(CheckpointError, match=r"schema version 2.*reads up to 1; upgrade") as caught:
+        with pytest.raises(CheckpointError, match=r"schema version 3.*reads up to 2; upgrade") as caught:
             store.load(which)
         assert not isinstance(caught.value, DamagedCheckpointError)
     store.save(state(3), step=3, wait=True)
@@ -281,7 +284,7 @@ def test_a_manifest_of_another_step_is_damage(tmp_path: Path) -> None:
 
 def test_an_older_schema_is_migrated_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path)
-    store.save({"progress": {"step": 1}}, step=1, wait=True)
+    _rewrite_manifest(store.save({"progress": {"step": 1}}, step=1, wait=True), schema_version=1)
     for module in (manifest, checkpoint_module):
         monkeypatch.setattr(module, "SCHEMA_VERSION", 3)
     monkeypatch.setitem(checkpoint_module.MIGRATIONS, 1, lambda tree: {**tree, "one": 1})
@@ -290,6 +293,39 @@ def test_an_older_schema_is_migrated_step_by_step(tmp_path: Path, monkeypatch: p
     monkeypatch.delitem(checkpoint_module.MIGRATIONS, 2)
     with pytest.raises(CheckpointError, match="no way from version 2 to 3"):
         store.load()
+
+
+def test_checkpoints_that_list_sha256_hashes_still_load_verified(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save(state(4), step=1, wait=True)
+    files = {
+        file.name: {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "size_bytes": file.stat().st_size}
+        for file in path.iterdir()
+        if file.name != "manifest.json"
+    }
+    _rewrite_manifest(path, schema_version=1, files=files)
+    assert value_of(store.load().tree) == 4
+    damaged = bytearray((path / "model.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (path / "model.safetensors").write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: its hash differs"):
+        store.load(1)
+
+
+def test_loading_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = CheckpointStore(tmp_path).save({"model": {"weight": torch.arange(3_000_000)}}, step=1, wait=True)
+    read_bytes: Counter[str] = Counter()
+
+    class Counted(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            count = super().readinto(buffer)
+            read_bytes[Path(str(self.name)).name] += count
+            return count
+
+    monkeypatch.setattr(manifest, "open_regular", Counted)
+    tree = read_checkpoint(path).tree
+    assert torch.equal(tree["model"]["weight"], torch.arange(3_000_000))
+    assert read_bytes["model.safetensors"] == (path / "model.safetensors").stat().st_size
 
 
 def test_options_out_of_range_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import math
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.runs import metrics
 from etude.runs.metrics import MetricsLog, last_metrics, read_metrics
 
 
@@ -158,3 +160,32 @@ def test_run_files_are_read_without_torch() -> None:
     code = "import sys, etude.runs.metrics, etude.runs.directory, etude.runs.loggers, etude.runs.environment\n"
     code += "raise SystemExit(any(name in sys.modules for name in ('torch', 'numpy', 'wandb', 'mlflow')))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=100).returncode == 0
+
+
+@given(st.lists(st.integers(0, 60), max_size=30), st.integers(0, 12), st.integers(1, 50), st.booleans())
+def test_lines_are_found_from_the_end_whatever_the_block(
+    lengths: list[int], last: int, block_bytes: int, torn: bool
+) -> None:
+    lines = [bytes([97 + number % 26]) * length for number, length in enumerate(lengths)]
+    content = b"".join(line + b"\n" for line in lines) + (b"x" * last if torn else b"")
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        found = list(metrics._lines_from_the_end(file.fileno(), block_bytes))
+    assert [line for _, line in found] == lines[::-1]
+    assert all(content[: end - 1].endswith(line) and content[end - 1 : end] == b"\n" for end, line in found)
+
+
+def test_cutting_back_reads_only_what_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(b'{"step": %d, "loss": 0.5}\n' % step for step in range(100_000)))
+    parsed = []
+    loads = json.loads
+    monkeypatch.setattr(metrics.json, "loads", lambda line: parsed.append(line) or loads(line))
+    with MetricsLog(path) as log:
+        log.truncate_after(99_990)
+        log.write(99_991, {"loss": 0.25})
+    assert len(parsed) < 20
+    rows = path.read_bytes().splitlines()
+    assert len(rows) == 99_992
+    assert rows[-2:] == [b'{"step": 99990, "loss": 0.5}', b'{"step": 99991, "loss": 0.25}']

@@ -60,7 +60,7 @@ class Cache:
                 state = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
                 entry = known.get(str(path))
                 if not isinstance(entry, list) or entry[:-1] != state:
-                    entry = [*state, hash_file(path).sha256]
+                    entry = [*state, hash_file(path, "sha256").digest]
             except FileNotFoundError:
                 raise DataError(
                     f"{path}: no such file; the dataset is not complete, so fetch or record it again"

@@ -264,7 +264,7 @@ def _write_meta(root: Path, state: DatasetState, rows: Sequence[dict[str, Any]])
 def _write_manifest(root: Path, written: Iterable[Path]) -> None:
     path = root / MANIFEST_PATH
     known = read_json(path, "the list of hashes").get("files", {}) if path.exists() else {}
-    known |= {str(file.relative_to(root)): hash_file(file).sha256 for file in written}
+    known |= {str(file.relative_to(root)): hash_file(file, "sha256").digest for file in written}
     write_atomically(path, json.dumps({"files": known}, indent=1).encode())
 
 

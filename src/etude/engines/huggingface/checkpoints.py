@@ -22,6 +22,7 @@ from etude.engines.distributed import Group
 from etude.engines.huggingface import folder
 from etude.engines.optimizers import _is_plain, lay_out_state
 from etude.errors import CheckpointError
+from etude.protocols import ORDER_VERSION
 from etude.runs import durable
 from etude.runs.checkpoint import Checkpoint
 from etude.runs.manifest import MANIFEST_NAME
@@ -39,6 +40,15 @@ class SafeCheckpoints(transformers.Trainer):
     """A `transformers.Trainer` whose `checkpoint-N` folders survive crashes and tell when they are damaged."""
 
     _resumed: Checkpoint | None = None
+
+    @property
+    def _order_version(self) -> int:
+        """How the data of this run is ordered: as it was when the run began."""
+        if self._resumed is None:
+            return ORDER_VERSION
+        version: int = self._resumed.tree.get("order", {"version": 1})["version"]
+        return version
+
     """What training goes on from, verified; read once."""
     _saved_at = -1
 
@@ -141,6 +151,7 @@ class SafeCheckpoints(transformers.Trainer):
         tree: dict[str, Any] = {
             "optimizer": {**state, "param_groups": groups},
             "scheduler": {k: v for k, v in scheduler.state_dict().items() if _is_plain(v) or _is_table(v)},
+            "order": {"version": self._order_version},
         }
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None:

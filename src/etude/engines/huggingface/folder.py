@@ -51,7 +51,7 @@ def publish(temp: Path, final: Path, step: int, tree: Mapping[str, Any], metric:
         if _LISTED.match(name):
             listed[name] = record
         else:
-            others[name] = [record.sha256, record.size_bytes]
+            others[name] = record.to_json()
     manifest = Manifest(step, metric, {"others": others}, listed)
     durable.write_hashed(temp / MANIFEST_NAME, [manifest.dump()])
     for folder in {path.parent for path in _files(temp)} | {temp}:
@@ -85,9 +85,11 @@ def read(path: Path) -> Checkpoint:
     named = _FOLDER.match(path.name)
     if named and int(named[1]) != found.step:
         raise DamagedCheckpointError(path, MANIFEST_NAME, f"belongs to step {found.step}, not to this one")
-    for name, (sha256, size_bytes) in found.info.get("others", {}).items():
+    for name, entry in found.info.get("others", {}).items():
+        # Checkpoints of the first schema list the SHA-256 and the size.
+        record = FileRecord.from_json(entry) if isinstance(entry, Mapping) else FileRecord(entry[0], entry[1], "sha256")
         try:
-            intact = durable.hash_file(path / name) == FileRecord(sha256, size_bytes)
+            intact = durable.hash_file(path / name, record.kind) == record
         except OSError:
             intact = False
         if not intact:

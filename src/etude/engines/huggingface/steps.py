@@ -52,8 +52,9 @@ class ExactSteps(SafeCheckpoints):
         self.close_batches()
         seed = args.data_seed if args.data_seed is not None else args.seed
         place = Place(
-            seed, args.process_index, args.world_size, self._train_batch_size, num_workers=args.dataloader_num_workers
-        )
+            seed, args.process_index, args.world_size, self._train_batch_size,
+            num_workers=args.dataloader_num_workers, order_version=self._order_version,
+        )  # fmt: skip
         self._batches = NumberedBatches(dataloader, place)
         return super().set_initial_training_values(args, self._batches)
 

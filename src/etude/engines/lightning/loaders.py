@@ -6,6 +6,7 @@ Lightning's progress counters say where training is; batches and their randomnes
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from etude.data.loader import LoaderData, iterates_its_own_way
 from etude.data.order import Keys
 from etude.data.passes import begin_pass, open_pass, size_of
 from etude.errors import DataError
-from etude.protocols import Place
+from etude.protocols import ORDER_VERSION, Place
 from etude.rng import STREAM_ORDER, STREAM_SAMPLE, fold, seed_everything
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class AddressedLoader:
         self.cycled_with: list[Any] = []
         """Loaders of one CombinedLoader that starts the shorter ones over."""
         self._trainer = trainer
+        self._order_version = ORDER_VERSION
         self._share: RankShare | None = None
 
     @property
@@ -86,7 +88,8 @@ class AddressedLoader:
         if self._share is None:
             trainer = self._trainer
             self._share = RankShare(_in_order(self.loader) if trainer.overfit_batches else self.loader)
-            self._share.open(Place(trainer.root_seed, trainer.global_rank, trainer.world_size))
+            place = Place(trainer.root_seed, trainer.global_rank, trainer.world_size)
+            self._share.open(replace(place, order_version=self._order_version))
         return self._share
 
     def __len__(self) -> int:
@@ -115,11 +118,15 @@ class AddressedLoader:
         self._share = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing; to Lightning it says that this loader can resume."""
-        return {}
+        """Return how the data is ordered, and thereby tell Lightning that this loader can resume."""
+        return {"order_version": self._order_version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the place follows from Lightning's progress."""
+        """Go on in the order of the run; the place in it follows from Lightning's progress."""
+        version = state.get("order_version", 1)
+        if version != self._order_version:
+            self._order_version = version
+            self.close()
 
 
 class AddressedStream:

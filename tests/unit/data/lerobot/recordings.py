@@ -68,3 +68,14 @@ def record(
 def everything(dataset: LeRobotDataset) -> dict[str, torch.Tensor]:
     """Return all samples as one batch."""
     return dataset.gather(np.arange(len(dataset)), np.zeros(len(dataset), dtype=np.uint64))
+
+
+def same_recording(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two recordings of the same frames hold the same.
+
+    x264 gives other bytes for the same pictures once in a hundred times on a busy machine, with one thread too; they
+    are then up to four grey levels apart.
+    """
+    video = "observation.images.top"
+    distance = (one[video].float() - other[video].float()).abs().amax()
+    return bool(distance <= 8) and all(torch.equal(one[name], other[name]) for name in other if name != video)

@@ -27,6 +27,7 @@ from tests.unit.data.lerobot.recordings import (
     make_frame,
     picture,
     record,
+    same_recording,
 )
 
 ALL = {**FEATURES, **CAMERAS}
@@ -150,7 +151,7 @@ def test_recording_goes_on_after_the_last_whole_episode(tmp_path: Path) -> None:
         assert third.num_episodes == 2
         add_episode(third, 2, 7, ALL)
     grown, whole = everything(LeRobotDataset(root)), everything(LeRobotDataset(record(tmp_path / "e", cameras=True)))
-    assert all(torch.equal(grown[name], whole[name]) for name in whole)
+    assert same_recording(grown, whole)
     assert json.loads((root / "meta/stats.json").read_text())["action"]["count"] == [18]
 
 
@@ -238,7 +239,7 @@ def test_a_crash_at_any_step_of_finishing_loses_nothing(
         assert (again.num_episodes, again.num_frames) == (2, 11)
         add_episode(again, 2, 7, ALL)
     grown, whole = everything(LeRobotDataset(root)), everything(LeRobotDataset(record(tmp_path / "e", cameras=True)))
-    assert all(torch.equal(grown[name], whole[name]) for name in whole)
+    assert same_recording(grown, whole)
     assert not (root / ".recording").exists()
 
 
@@ -279,4 +280,4 @@ def test_data_files_are_cut_to_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(list(root.glob("videos/*/*/*.mp4"))) == 3
     whole = everything(LeRobotDataset(record(tmp_path / "e", cameras=True)))
     cut = everything(LeRobotDataset(root))
-    assert all(torch.equal(cut[name], whole[name]) for name in whole)
+    assert same_recording(cut, whole)
