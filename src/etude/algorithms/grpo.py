@@ -88,7 +88,7 @@ class CISPO(GRPO):
 
     def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
         """Return 1 where the importance weight is clipped."""
-        ratio_BT = log_ratio_BT.exp()
+        ratio_BT = losses.ratio(log_ratio_BT)
         return ((ratio_BT < self.ratio_low) | (ratio_BT > self.ratio_high)).to(ratio_BT.dtype)
 
 

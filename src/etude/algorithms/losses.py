@@ -1,23 +1,35 @@
 """Losses by token, row or pair. Pure functions; `aggregate` makes one Loss of them.
 
 Shape letters: B rows, T tokens, P pairs, V vocabulary. With r = exp(log p - log p_old) and A the advantage. What the
-mask leaves out is replaced before it enters a formula, so that it can be anything and has no gradient.
+mask leaves out is replaced before it enters a formula, so that it can be anything and has no gradient. A ratio is
+at most exp(20), and has no gradient there: no difference of log-probabilities overflows. Numbers of less than float32
+are computed with, and come back, as float32.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from etude.algorithms.masked import precise
+
+MAX_LOG_RATIO: Final = 20.0
+"""Differences of log-probabilities are cut here before they become ratios: exp(20) is 5e8, exp(89) is no float32."""
+
 
 def log_ratio(log_probs_BT: Tensor, old_log_probs_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Return log p - log p_old; 0 where the mask is 0."""
     counts_BT = mask_BT != 0
-    old_BT = torch.where(counts_BT, old_log_probs_BT.detach(), 0.0)
-    return torch.where(counts_BT, log_probs_BT, 0.0) - old_BT
+    old_BT = torch.where(counts_BT, precise(old_log_probs_BT.detach()), 0.0)
+    return torch.where(counts_BT, precise(log_probs_BT), 0.0) - old_BT
+
+
+def ratio(log_ratio_BT: Tensor) -> Tensor:
+    """Return exp of a difference of log-probabilities, cut at `MAX_LOG_RATIO`, beyond which nothing moves."""
+    return log_ratio_BT.clamp(max=MAX_LOG_RATIO).exp()
 
 
 # ---- policy gradients ------------------------------------------------------------------------------------------------
@@ -47,7 +59,7 @@ def ppo_clip(
 
 
 def _clipped(log_ratio_BT: Tensor, advantages_BT: Tensor, low: float, high: float, dual: float | None) -> Tensor:
-    ratio_BT = log_ratio_BT.exp()
+    ratio_BT = ratio(log_ratio_BT)
     objective_BT = torch.minimum(ratio_BT * advantages_BT, ratio_BT.clamp(1.0 - low, 1.0 + high) * advantages_BT)
     if dual is not None:
         floor_BT = torch.maximum(objective_BT, dual * advantages_BT)
@@ -98,7 +110,8 @@ def cispo(
 ) -> Tensor:
     """Return -stop(clip(r, ratio_low, ratio_high)) A log p by token: no token loses its gradient."""
     log_probs_BT = _masked(log_probs_BT, mask_BT)
-    ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT).detach().exp()
+    ratio_BT = ratio(log_ratio(log_probs_BT, old_log_probs_BT, mask_BT).detach())
+    log_probs_BT = log_probs_BT.clamp(min=torch.finfo(log_probs_BT.dtype).min)  # weight 0 times -inf is 0
     return -ratio_BT.clamp(ratio_low, ratio_high) * _masked(advantages_BT, mask_BT) * log_probs_BT
 
 
@@ -106,7 +119,7 @@ def importance_sampling(
     log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
 ) -> Tensor:
     """Return -r A by token; its gradient at r = 1 is that of REINFORCE."""
-    ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT).exp()
+    ratio_BT = ratio(log_ratio(log_probs_BT, old_log_probs_BT, mask_BT))
     return _masked(-ratio_BT * _masked(advantages_BT, mask_BT), mask_BT)
 
 
@@ -124,7 +137,7 @@ def dro(
 
 def cross_entropy(log_probs_BT: Tensor, weights_BT: Tensor) -> Tensor:
     """Return -w log p by token; weights may have any sign, and tokens of weight 0 have no part."""
-    return -weights_BT * _masked(log_probs_BT, weights_BT)
+    return -precise(weights_BT) * _masked(log_probs_BT, weights_BT)
 
 
 def preference_logits(chosen_P: Tensor, rejected_P: Tensor, ref_chosen_P: Tensor, ref_rejected_P: Tensor) -> Tensor:
@@ -134,6 +147,7 @@ def preference_logits(chosen_P: Tensor, rejected_P: Tensor, ref_chosen_P: Tensor
 
 def dpo(logits_P: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
     """Return -log sigmoid(beta h) by pair; with smoothing e, (1 - e) of it and e of the same for -h."""
+    logits_P = precise(logits_P)
     kept = -functional.logsigmoid(beta * logits_P)
     return (
         kept
@@ -144,7 +158,7 @@ def dpo(logits_P: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0) ->
 
 def ipo(logits_P: Tensor, *, beta: float = 0.1) -> Tensor:
     """Return (h - 1 / (2 beta))^2 by pair: the margin is to be just so large, and no larger."""
-    return (logits_P - 1.0 / (2.0 * beta)) ** 2
+    return (precise(logits_P) - 1.0 / (2.0 * beta)) ** 2
 
 
 # ---- from a teacher --------------------------------------------------------------------------------------------------
@@ -168,8 +182,8 @@ def full_kl(
 ) -> Tensor:
     """Return KL over the whole vocabulary by token: reverse is KL(p, p_teacher), forward KL(p_teacher, p)."""
     counts_BT1 = (mask_BT != 0)[..., None]
-    log_p_BTV = torch.where(counts_BT1, logits_BTV, 0.0).log_softmax(-1)
-    log_t_BTV = torch.where(counts_BT1, teacher_logits_BTV.detach(), 0.0).log_softmax(-1)
+    log_p_BTV = torch.where(counts_BT1, precise(logits_BTV), 0.0).log_softmax(-1)
+    log_t_BTV = torch.where(counts_BT1, precise(teacher_logits_BTV.detach()), 0.0).log_softmax(-1)
     first, second = (log_p_BTV, log_t_BTV) if direction == "reverse" else (log_t_BTV, log_p_BTV)
     # A token that the first never chooses adds nothing, even if the second says minus infinity too.
     gap_BTV = torch.where(first == -torch.inf, 0.0, first - second)
@@ -198,4 +212,4 @@ def value_loss(
 
 
 def _masked(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    return torch.where(mask_BT != 0, values_BT, 0.0)
+    return torch.where(mask_BT != 0, precise(values_BT), 0.0)

@@ -125,6 +125,11 @@ class DPO:
 class IPO(DPO):
     """Prefer the chosen by a set margin and no more: (h - 1 / (2 beta))^2."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_smoothing:
+            raise ConfigError("IPO has no label_smoothing: its margin is bounded as it is; leave it out, or choose dpo")
+
     def pair_loss(self, logits_P: Tensor) -> Tensor:
         """Return the loss by pair."""
         return losses.ipo(logits_P, beta=self.beta)
