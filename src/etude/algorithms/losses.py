@@ -161,6 +161,65 @@ def ipo(logits_P: Tensor, *, beta: float = 0.1) -> Tensor:
     return (precise(logits_P) - 1.0 / (2.0 * beta)) ** 2
 
 
+def robust_dpo(logits_P: Tensor, *, beta: float = 0.1, noise: float = 0.0) -> Tensor:
+    """Return ((1 - e) l(h) - e l(-h)) / (1 - 2 e), l = -log sigmoid(beta h): unbiased where a share e is flipped."""
+    logits_P = precise(logits_P)
+    kept, flipped = functional.logsigmoid(beta * logits_P), functional.logsigmoid(-beta * logits_P)
+    return (noise * flipped - (1 - noise) * kept) / (1 - 2 * noise)
+
+
+def hinge(logits_P: Tensor, *, beta: float = 0.1) -> Tensor:
+    """Return max(0, 1 - beta h) by pair (SLiC)."""
+    return (1.0 - beta * precise(logits_P)).clamp(min=0.0)
+
+
+def apo_zero(chosen_gain_P: Tensor, rejected_gain_P: Tensor, *, beta: float = 0.1) -> Tensor:
+    """Return 1 - sigmoid(beta c) + sigmoid(beta r): the chosen is made likelier, the rejected less likely."""
+    chosen_P, rejected_P = beta * precise(chosen_gain_P), beta * precise(rejected_gain_P)
+    return torch.sigmoid(-chosen_P) + torch.sigmoid(rejected_P)
+
+
+def apo_down(chosen_gain_P: Tensor, rejected_gain_P: Tensor, *, beta: float = 0.1) -> Tensor:
+    """Return sigmoid(beta c) + 1 - sigmoid(beta (c - r)): both are made less likely, the rejected more so."""
+    chosen_P, rejected_P = beta * precise(chosen_gain_P), beta * precise(rejected_gain_P)
+    return torch.sigmoid(chosen_P) + torch.sigmoid(rejected_P - chosen_P)
+
+
+def simpo(chosen_mean_P: Tensor, rejected_mean_P: Tensor, *, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
+    """Return -log sigmoid(beta (c - r) - gamma) by pair, from mean log-probabilities: a margin, and no reference."""
+    return -functional.logsigmoid(beta * (precise(chosen_mean_P) - precise(rejected_mean_P)) - gamma)
+
+
+def log_odds_ratio(chosen_mean_P: Tensor, rejected_mean_P: Tensor) -> Tensor:
+    """Return log(odds(c) / odds(r)) by pair, odds(x) = p / (1 - p) with p = exp(x) of mean log-probabilities."""
+    return _log_odds(precise(chosen_mean_P)) - _log_odds(precise(rejected_mean_P))
+
+
+def _log_odds(mean_P: Tensor) -> Tensor:
+    mean_P = mean_P.clamp(max=-1e-6)  # at p = 1 the odds have no end
+    return mean_P - torch.log(-torch.expm1(mean_P))
+
+
+def orpo(chosen_mean_P: Tensor, rejected_mean_P: Tensor, *, beta: float = 0.1) -> Tensor:
+    """Return -c - beta log sigmoid(log odds ratio) by pair: imitate the chosen, and tell it from the rejected."""
+    return -precise(chosen_mean_P) - beta * functional.logsigmoid(log_odds_ratio(chosen_mean_P, rejected_mean_P))
+
+
+def kto(gain_B: Tensor, desirable_B: Tensor, baseline_B: Tensor, *, beta: float = 0.1) -> Tensor:
+    """Return 1 - sigmoid(beta (g - z)) of a desirable text and 1 - sigmoid(beta (z - g)) of an undesirable one."""
+    away_B = precise(gain_B) - baseline_B.detach()
+    return torch.sigmoid(torch.where(desirable_B != 0, -beta * away_B, beta * away_B))
+
+
+def bradley_terry(
+    chosen_score_P: Tensor, rejected_score_P: Tensor, *, margin_P: Tensor | None = None, center: float = 0.0
+) -> Tensor:
+    """Return -log sigmoid(c - r - margin) + center (c + r)^2 by pair: the second term holds scores about 0."""
+    chosen_P, rejected_P = precise(chosen_score_P), precise(rejected_score_P)
+    apart_P = chosen_P - rejected_P if margin_P is None else chosen_P - rejected_P - margin_P
+    return center * (chosen_P + rejected_P) ** 2 - functional.logsigmoid(apart_P)
+
+
 # ---- from a teacher --------------------------------------------------------------------------------------------------
 
 
