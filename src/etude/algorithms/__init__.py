@@ -9,7 +9,8 @@ from etude.lazy import lazily
 if TYPE_CHECKING:
     from etude.algorithms.bc import BehaviorCloning
     from etude.algorithms.distillation import Distillation
-    from etude.algorithms.grpo import CISPO, DRO, GRPO, GSPO, DrGRPO
+    from etude.algorithms.gkd import GKD
+    from etude.algorithms.grpo import CISPO, DRO, GMPO, GRPO, GSPO, SAPO, DrGRPO
     from etude.algorithms.kto import KTO
     from etude.algorithms.policy_gradient import PolicyGradient
     from etude.algorithms.ppo import PPO
@@ -19,14 +20,15 @@ if TYPE_CHECKING:
     from etude.algorithms.sft import SFT
 
 __all__ = [
-    "CISPO", "DPO", "DRO", "GRPO", "GSPO", "IPO", "KTO", "OPO", "ORPO", "PPO", "RLOO", "SFT",
+    "CISPO", "DPO", "DRO", "GKD", "GMPO", "GRPO", "GSPO", "IPO", "KTO", "OPO", "ORPO", "PPO", "RLOO", "SAPO", "SFT",
     "BehaviorCloning", "Distillation", "DrGRPO", "PolicyGradient", "ReMax", "ReinforcePlusPlus", "RewardModel", "SimPO",
 ]  # fmt: skip
 
 _HOMES = {
     "bc": ("BehaviorCloning",),
     "distillation": ("Distillation",),
-    "grpo": ("CISPO", "DRO", "GRPO", "GSPO", "DrGRPO"),
+    "gkd": ("GKD",),
+    "grpo": ("CISPO", "DRO", "GMPO", "GRPO", "GSPO", "SAPO", "DrGRPO"),
     "kto": ("KTO",),
     "policy_gradient": ("PolicyGradient",),
     "ppo": ("PPO",),

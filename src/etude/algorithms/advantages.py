@@ -99,6 +99,20 @@ def remax(rewards_B: Tensor, greedy_rewards_B: Tensor) -> Tensor:
     return precise(rewards_B) - precise(greedy_rewards_B)
 
 
+def overlong_penalty(lengths_B: Tensor, *, longest: int, buffer: int, penalty: float = 1.0) -> Tensor:
+    """Return what is added to rewards for length: 0 up to longest - buffer, falling to -penalty at longest (DAPO)."""
+    over_B = lengths_B.double() - (longest - buffer)
+    share_B = (over_B > 0).double() if buffer == 0 else (over_B / buffer).clamp(0.0, 1.0)
+    return -penalty * share_B
+
+
+def informative(rewards_B: Tensor, group_ids: Ids) -> Tensor:
+    """Return which rows belong to a group whose rewards are not all equal (B,): the others teach nothing (DAPO)."""
+    group_B, groups = _indices(group_ids, rewards_B)
+    delta_B, _ = _from_least(rewards_B, group_B, groups)
+    return delta_B.new_zeros(groups).scatter_reduce(0, group_B, delta_B, "amax", include_self=True)[group_B] > 0
+
+
 # ---- one number per token --------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from etude.algorithms.aggregate import Aggregation
 from etude.algorithms.masked import masked_mean
 from etude.algorithms.policy_gradient import PolicyGradient
 from etude.batches import Batch
+from etude.errors import ConfigError
 
 
 @dataclass(kw_only=True)
@@ -67,6 +68,66 @@ class GSPO(GRPO):
         """Return 1 on the tokens of sequences whose ratio is clipped."""
         sequence_B = masked_mean(log_ratio_BT, batch["loss_mask"], 1)
         return super().clipped(sequence_B[:, None].expand_as(log_ratio_BT), batch)
+
+
+@dataclass(kw_only=True)
+class GMPO(GRPO):
+    """GRPO with the geometric mean of a completion's ratios, each clipped by itself: outliers move it little."""
+
+    clip_low: float = 0.4
+    """The logarithm of a token's ratio is clipped below at -clip_low."""
+    clip_high: float = 0.4
+    """The logarithm of a token's ratio is clipped above at clip_high."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _only_clip(self)
+
+    def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of each completion on its tokens."""
+        old_BT = self.old_log_probs(log_probs_BT, batch)
+        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        return losses.gmpo(log_probs_BT, old_BT, batch["advantages"], batch["loss_mask"], **clips)
+
+    def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
+        """Return 1 by token where the clip acts."""
+        advantages_BT: Tensor = batch["advantages"]
+        above_BT = (log_ratio_BT > self.clip_high) & (advantages_BT > 0)
+        below_BT = (log_ratio_BT < -self.clip_low) & (advantages_BT < 0)
+        return (above_BT | below_BT).to(log_ratio_BT.dtype)
+
+
+@dataclass(kw_only=True)
+class SAPO(GRPO):
+    """GRPO with a soft gate in place of a clip: (4 / tau) sigmoid(tau (r - 1)), tau by the sign of the advantage."""
+
+    tau_pos: float = 1.0
+    """How fast the gate closes where the advantage is positive."""
+    tau_neg: float = 1.05
+    """How fast it closes where it is negative."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _only_clip(self)
+        if self.tau_pos <= 0 or self.tau_neg <= 0:
+            raise ConfigError("tau_pos and tau_neg must be positive")
+        if (self.clip_low, self.clip_high) != (0.2, 0.2):
+            raise ConfigError("SAPO has a soft gate in place of a clip: leave clip_low and clip_high out")
+
+    def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
+        """Return the gated objective, negated."""
+        old_BT = self.old_log_probs(log_probs_BT, batch)
+        taus = {"tau_pos": self.tau_pos, "tau_neg": self.tau_neg}
+        return losses.sapo(log_probs_BT, old_BT, batch["advantages"], batch["loss_mask"], **taus)
+
+    def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
+        """Return None: nothing is clipped."""
+        return None
+
+
+def _only_clip(algorithm: GRPO) -> None:
+    if algorithm.objective != "clip" or algorithm.dual_clip is not None:
+        raise ConfigError(f"{type(algorithm).__name__} has an objective of its own: leave objective and dual_clip out")
 
 
 @dataclass(kw_only=True)

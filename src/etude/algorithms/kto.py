@@ -88,7 +88,7 @@ class KTO:
         gain_B = torch.where(counts_B, _sums(policy, text) - text["ref_sums"], 0.0)
         baseline_B, good_B = text["kl_baseline"].to(gain_B), text["label"] != 0
         loss_B = losses.kto(gain_B, good_B, baseline_B, beta=self.beta)
-        loss_B = torch.where(good_B, self.desirable_weight, self.undesirable_weight) * loss_B
+        loss_B = torch.where(good_B, self.desirable_weight * loss_B, self.undesirable_weight * loss_B)
         total = torch.where(counts_B, loss_B, 0.0).sum()
         with torch.no_grad():
             ahead_B = torch.where(good_B, gain_B - baseline_B, baseline_B - gain_B)

@@ -8,13 +8,14 @@ are computed with, and come back, as float32.
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from etude.algorithms.masked import precise
+from etude.algorithms.masked import masked_mean, precise
 
 MAX_LOG_RATIO: Final = 20.0
 """Differences of log-probabilities are cut here before they become ratios: exp(20) is 5e8, exp(89) is no float32."""
@@ -97,6 +98,49 @@ def gspo(
     # Each token carries the sequence's ratio and its own gradient; their mean over a row is the sequence's gradient.
     ratio_BT = sequence_B1.detach() + log_ratio_BT - log_ratio_BT.detach()
     return _clipped(ratio_BT, _masked(advantages_BT, mask_BT), clip_low, clip_high, None)
+
+
+def gmpo(
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> Tensor:
+    """Return -A exp(mean of the clipped log r) of each row on its tokens: a geometric mean, which outliers move little.
+
+    Each log r is clipped to [-clip_low, clip_high] on the side where it would be rewarded for going further. A is the
+    mean over a row. Aggregate with sequence_mean: every token of a row carries the row's loss.
+    """
+    row_B1 = masked_mean(_masked(advantages_BT, mask_BT), mask_BT, 1)[:, None]
+    log_ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
+    near_BT = log_ratio_BT.clamp(-clip_low, clip_high)
+    pessimist_BT = torch.where(row_B1 > 0, torch.minimum(log_ratio_BT, near_BT), torch.maximum(log_ratio_BT, near_BT))
+    mean_B1 = masked_mean(pessimist_BT, mask_BT, 1)[:, None]
+    return _masked((-row_B1 * ratio(mean_B1)).expand_as(log_ratio_BT), mask_BT)
+
+
+def sapo(
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> Tensor:
+    """Return -A (4 / tau) sigmoid(tau (r - 1)) by token, tau by the sign of A: a gate that closes softly."""
+    advantages_BT = _masked(advantages_BT, mask_BT)
+    ratio_BT = ratio(log_ratio(log_probs_BT, old_log_probs_BT, mask_BT))
+    tau_BT = torch.full_like(advantages_BT, tau_neg).masked_fill(advantages_BT > 0, tau_pos)
+    return _masked(-advantages_BT * (4.0 / tau_BT) * torch.sigmoid(tau_BT * (ratio_BT - 1.0)), mask_BT)
+
+
+def truncated_weights(old_log_probs_BT: Tensor, rollout_log_probs_BT: Tensor, mask_BT: Tensor, *, cap: float) -> Tensor:
+    """Return min(p_old / p_rollout, cap) by token, without gradient: what corrects for a sampler that is not p_old."""
+    return ratio(log_ratio(old_log_probs_BT, rollout_log_probs_BT, mask_BT).detach()).clamp(max=cap)
 
 
 def cispo(
@@ -247,6 +291,28 @@ def full_kl(
     # A token that the first never chooses adds nothing, even if the second says minus infinity too.
     gap_BTV = torch.where(first == -torch.inf, 0.0, first - second)
     return _masked((first.exp() * gap_BTV).sum(-1), mask_BT)
+
+
+def generalised_jsd(logits_BTV: Tensor, teacher_logits_BTV: Tensor, mask_BT: Tensor, *, beta: float = 0.5) -> Tensor:
+    """Return beta KL(t, m) + (1 - beta) KL(p, m) by token, with m = beta t + (1 - beta) p, t the teacher's.
+
+    Where beta is 0 or 1 that is 0; as usual, 0 stands for KL(t, p) and 1 for KL(p, t), to which it tends when divided
+    by beta, or by 1 - beta.
+    """
+    if beta in (0, 1):
+        direction: Literal["reverse", "forward"] = "forward" if beta == 0 else "reverse"
+        return full_kl(logits_BTV, teacher_logits_BTV, mask_BT, direction=direction)
+    counts_BT1 = (mask_BT != 0)[..., None]
+    log_p_BTV = torch.where(counts_BT1, precise(logits_BTV), 0.0).log_softmax(-1)
+    log_t_BTV = torch.where(counts_BT1, precise(teacher_logits_BTV.detach()), 0.0).log_softmax(-1)
+    nobody_BTV = (log_p_BTV == -torch.inf) & (log_t_BTV == -torch.inf)  # the logarithm of their mean has no gradient
+    shares = [torch.where(nobody_BTV, 0.0, log) for log in (log_p_BTV + math.log1p(-beta), log_t_BTV + math.log(beta))]
+    log_m_BTV = torch.logaddexp(*shares)
+    found = []
+    for log_BTV in (log_t_BTV, log_p_BTV):
+        gap_BTV = torch.where(log_BTV == -torch.inf, 0.0, log_BTV - log_m_BTV)
+        found.append((log_BTV.exp() * gap_BTV).sum(-1))
+    return _masked(beta * found[0] + (1 - beta) * found[1], mask_BT)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ TOKEN_LOSSES: dict[str, Callable[..., Tensor]] = {
     "cispo": losses.cispo,
     "importance": losses.importance_sampling,
     "dro": losses.dro,
+    "gmpo": losses.gmpo,
+    "sapo": losses.sapo,
     "k2": lambda new, old, _, mask: kl(new, old, "k2", mask_BT=mask),
     "k3": lambda new, old, _, mask: kl(new, old, "k3", mask_BT=mask),
     "value": lambda new, old, returns, mask: losses.value_loss(new, returns, mask, old_values_BT=old, clip=0.2),

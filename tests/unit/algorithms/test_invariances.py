@@ -13,6 +13,8 @@ from etude.algorithms import (
     CISPO,
     DPO,
     DRO,
+    GKD,
+    GMPO,
     GRPO,
     GSPO,
     IPO,
@@ -21,6 +23,7 @@ from etude.algorithms import (
     ORPO,
     PPO,
     RLOO,
+    SAPO,
     SFT,
     Distillation,
     DrGRPO,
@@ -37,8 +40,10 @@ ALGORITHMS: list[Any] = [
     GRPO(), GRPO(aggregation="token_mean", dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01),
     GRPO(aggregation="token_sum"),
     DrGRPO(), DrGRPO(length=16), GSPO(), CISPO(), DRO(), RLOO(), RLOO(kl_coef=0.1, kl_in="reward", kl_kind="k1"),
+    GMPO(), SAPO(), GRPO(tis_cap=1.5), GRPO(overlong_length=4, overlong_buffer=2, drop_equal_groups=True),
     OPO(), ReMax(), ReinforcePlusPlus(), PPO(), SFT(), SFT(aggregation="sequence_mean"),
     Distillation(teacher=Bigram(5)), Distillation(teacher=Bigram(5), kind="full"),
+    GKD(teacher=Bigram(5), on_policy=0.0), GKD(teacher=Bigram(5), beta=0.1, on_policy=0.0, aggregation="sequence_mean"),
 ]  # fmt: skip
 NAMES = [f"{i}-{type(algorithm).__name__}" for i, algorithm in enumerate(ALGORITHMS)]
 
@@ -92,7 +97,7 @@ def test_micro_batches_and_ranks_change_nothing(algorithm: Any, seed: int, rows:
     assert_same((*summed, grads), plain)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS[:13], ids=NAMES[:13])
+@pytest.mark.parametrize("algorithm", ALGORITHMS[:17], ids=NAMES[:17])
 def test_metrics_of_parts_average_to_those_of_the_whole(algorithm: Any) -> None:
     policy, batch = moved(Bigram()), rollouts()
     whole = experience(algorithm, policy, batch)
