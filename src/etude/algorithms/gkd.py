@@ -27,7 +27,7 @@ class GKD:
     the student's own.
     """
 
-    teacher: Any = None
+    teacher: Any
     """A policy with logits(batch), or the path of a language model."""
     beta: float = 0.5
     """From 0, KL(teacher, student), to 1, KL(student, teacher); between, how much of the mixture is the teacher's."""

@@ -237,7 +237,7 @@ def test_groups_of_equal_reward_weigh_nothing_when_dropped() -> None:
         (lambda: SAPO(clip_low=0.1), "leave clip_low and clip_high out"),
         (lambda: SAPO(dual_clip=3.0), "leave objective and dual_clip out"),
         (lambda: GMPO(objective="importance_sampling"), "GMPO has an objective of its own"),
-        (GKD, "needs a teacher"),
+        (lambda: GKD(teacher=None), "needs a teacher"),
         (lambda: GKD(teacher=Bigram(), beta=1.5), "beta and on_policy"),
         (lambda: GKD(teacher=Bigram(), temperature=0.0), "temperature"),
         (lambda: GKD(teacher=Bigram(), aggregation="length_normalised"), "give a length"),
