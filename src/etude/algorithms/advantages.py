@@ -58,7 +58,8 @@ def grpo(
         group_R = torch.zeros(runs, dtype=torch.long, device=group_B.device).scatter_(0, run_B, group_B)
         mean_G, std_G, count_G = _moments(run_mean_R, group_R, groups, std)
     scale_G = torch.ones_like(std_G) if std == "none" else std_G + eps
-    advantages_B = (delta_B - mean_G[group_B]) / scale_G[group_B]
+    centred_B = delta_B - mean_G[group_B]
+    advantages_B = torch.where(centred_B == 0, 0.0, centred_B / scale_G[group_B])  # with eps 0, 0 / 0 would be NaN
     raw_B = (delta_B + low_G[group_B]) / (1.0 if std == "none" else 1.0 + eps)
     if run_ids is not None and single == "raw":  # one run of several turns keeps its mean and has a deviation of 1
         rows_B = torch.bincount(group_B, minlength=groups)[group_B]

@@ -44,4 +44,5 @@ def masked_whiten(
     counted = (mask != 0).expand_as(values)
     whole = Moments.of(values, counted).over(gather)
     centred = values.double() - (whole.mean if shift_mean else 0.0)
-    return torch.where(counted, centred / math.sqrt(whole.variance + eps), 0).to(precise(values).dtype)
+    scale = math.sqrt(whole.variance + eps)  # 0 only with eps 0 and equal values, whose distance from the mean is 0
+    return torch.where(counted, centred / (scale or 1.0), 0).to(precise(values).dtype)

@@ -49,6 +49,51 @@ def test_losses_of_tokens_are_finite_however_far_and_whatever_is_masked(name: st
     assert (found[~mask] == 0).all() and (new.grad[~mask] == 0).all()
 
 
+PAIR_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "dpo": lambda a, b: losses.dpo(a - b, label_smoothing=0.1),
+    "robust": lambda a, b: losses.robust_dpo(a - b, noise=0.1),
+    "hinge": lambda a, b: losses.hinge(a - b),
+    "ipo": lambda a, b: losses.ipo(a - b),
+    "apo_zero": losses.apo_zero,
+    "apo_down": losses.apo_down,
+    "simpo": losses.simpo,
+    "orpo": lambda a, b: losses.orpo(-a.abs(), -b.abs()),
+    "kto": lambda a, b: losses.kto(a, b > 0, b.abs()),
+    "bradley_terry": lambda a, b: losses.bradley_terry(a, b, margin_P=b, center=0.01),
+}
+
+
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+@settings(max_examples=30, deadline=None)
+@given(pairs=st.lists(st.tuples(FAR, FAR), max_size=5))
+def test_losses_of_pairs_are_finite_however_far(name: str, pairs: list[tuple[float, float]]) -> None:
+    one = torch.tensor([a for a, _ in pairs], requires_grad=True)
+    found = PAIR_LOSSES[name](one, torch.tensor([b for _, b in pairs]))
+    found.sum().backward()
+    assert found.shape == one.shape and found.isfinite().all()
+    assert one.grad is not None and one.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@settings(max_examples=20, deadline=None)
+@given(rows=st.lists(st.tuples(FAR, FAR), min_size=2, max_size=5), counts=st.booleans())
+def test_divergences_of_distributions_are_finite_however_far(beta: float, rows: list[Any], counts: bool) -> None:
+    student = torch.tensor([[[a for a, _ in rows]]], requires_grad=True)
+    found = losses.generalised_jsd(student, torch.tensor([[[b for _, b in rows]]]), torch.tensor([[counts]]), beta=beta)
+    found.sum().backward()
+    assert found.isfinite().all() and (found >= -1e-4).all() and (counts or found.item() == 0)
+    assert student.grad is not None and student.grad.isfinite().all()
+
+
+def test_equal_rewards_give_zero_without_an_eps() -> None:
+    rewards = torch.full((3,), 0.1)
+    assert advantages.grpo(rewards, [0, 0, 0], eps=0.0).tolist() == [0.0] * 3
+    assert masked_whiten(rewards, torch.ones(3), eps=0.0).tolist() == [0.0] * 3
+    assert advantages.grpo(torch.tensor([1.0, -1.0]), [0, 0], eps=0.0).tolist() == pytest.approx(
+        [0.5**0.5, -(0.5**0.5)]
+    )
+
+
 @pytest.mark.parametrize("far", [25.0, 100.0, 1e4])
 @pytest.mark.parametrize("advantage, dual", [(1.0, None), (-1.0, 3.0)])
 def test_a_ratio_that_has_exploded_moves_nothing(far: float, advantage: float, dual: float | None) -> None:
