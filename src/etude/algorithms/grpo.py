@@ -58,6 +58,10 @@ class GSPO(GRPO):
     clip_high: float = 4e-4
     """The sequence ratio is clipped above at 1 + clip_high."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _own_objective(self, clips=True)
+
     def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
         """Return the loss of each sequence on its tokens."""
         old_BT = self.old_log_probs(log_probs_BT, batch)
@@ -81,7 +85,7 @@ class GMPO(GRPO):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _only_clip(self)
+        _own_objective(self, clips=True)
 
     def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
         """Return the loss of each completion on its tokens."""
@@ -108,11 +112,9 @@ class SAPO(GRPO):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _only_clip(self)
+        _own_objective(self, clips=False)
         if self.tau_pos <= 0 or self.tau_neg <= 0:
             raise ConfigError("tau_pos and tau_neg must be positive")
-        if (self.clip_low, self.clip_high) != (0.2, 0.2):
-            raise ConfigError("SAPO has a soft gate in place of a clip: leave clip_low and clip_high out")
 
     def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
         """Return the gated objective, negated."""
@@ -125,11 +127,6 @@ class SAPO(GRPO):
         return None
 
 
-def _only_clip(algorithm: GRPO) -> None:
-    if algorithm.objective != "clip" or algorithm.dual_clip is not None:
-        raise ConfigError(f"{type(algorithm).__name__} has an objective of its own: leave objective and dual_clip out")
-
-
 @dataclass(kw_only=True)
 class CISPO(GRPO):
     """GRPO that clips the importance weight instead of the update, so that every token keeps its gradient."""
@@ -140,6 +137,12 @@ class CISPO(GRPO):
     """Least importance weight."""
     ratio_high: float = 4.0
     """Greatest importance weight."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _own_objective(self, clips=False)
+        if not 0 <= self.ratio_low <= self.ratio_high:
+            raise ConfigError("ratio_low must not be negative, nor above ratio_high")
 
     def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
         """Return the weighed log-probabilities."""
@@ -162,6 +165,10 @@ class DRO(GRPO):
     beta: float = 0.05
     """Weight of the square."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _own_objective(self, clips=False)
+
     def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
         """Return the regularised objective, negated."""
         old_BT = self.old_log_probs(log_probs_BT, batch)
@@ -170,3 +177,12 @@ class DRO(GRPO):
     def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
         """Return None: nothing is clipped."""
         return None
+
+
+def _own_objective(algorithm: GRPO, *, clips: bool) -> None:
+    """Refuse what an algorithm with an objective of its own would ignore."""
+    name = type(algorithm).__name__
+    if algorithm.objective != "clip" or algorithm.dual_clip is not None:
+        raise ConfigError(f"{name} has an objective of its own: leave objective and dual_clip out")
+    if not clips and (algorithm.clip_low, algorithm.clip_high) != (0.2, 0.2):
+        raise ConfigError(f"{name} does not clip as PPO does: leave clip_low and clip_high out")

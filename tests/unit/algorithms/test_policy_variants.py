@@ -10,7 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from etude.algorithms import GKD, GMPO, GRPO, PPO, RLOO, SAPO, Distillation, ReMax, advantages, losses
+from etude.algorithms import (
+    CISPO,
+    DRO,
+    GKD,
+    GMPO,
+    GRPO,
+    GSPO,
+    PPO,
+    RLOO,
+    SAPO,
+    Distillation,
+    ReMax,
+    advantages,
+    losses,
+)  # fmt: skip
 from etude.errors import ConfigError, DataError
 from etude.types import Batch
 from tests.unit.algorithms.stand_in import Bigram, gradients, moved, rollouts
@@ -237,6 +251,10 @@ def test_groups_of_equal_reward_weigh_nothing_when_dropped() -> None:
         (lambda: SAPO(clip_low=0.1), "leave clip_low and clip_high out"),
         (lambda: SAPO(dual_clip=3.0), "leave objective and dual_clip out"),
         (lambda: GMPO(objective="importance_sampling"), "GMPO has an objective of its own"),
+        (lambda: GSPO(dual_clip=3.0), "GSPO has an objective of its own"),
+        (lambda: CISPO(clip_high=0.3), "CISPO does not clip as PPO does"),
+        (lambda: CISPO(ratio_low=2.0, ratio_high=1.0), "ratio_low"),
+        (lambda: DRO(objective="importance_sampling"), "DRO has an objective of its own"),
         (lambda: GKD(teacher=None), "needs a teacher"),
         (lambda: GKD(teacher=Bigram(), beta=1.5), "beta and on_policy"),
         (lambda: GKD(teacher=Bigram(), temperature=0.0), "temperature"),
