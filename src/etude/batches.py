@@ -19,8 +19,8 @@ from etude.trajectories import PER_TOKEN, Trajectory, token_columns, token_numbe
 REQUIRED_FIELDS: Final = ("input_ids", "attention_mask", "position_ids", "loss_mask")
 """What every text batch carries in `values`."""
 TOKEN_FIELDS: Final = (
-    *REQUIRED_FIELDS, "old_log_probs", "log_probs", "ref_log_probs", "teacher_log_probs", "advantages", "returns",
-    "values", "token_level_scores", "weights",
+    *REQUIRED_FIELDS, "old_log_probs", "log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs",
+    "advantages", "returns", "values", "token_level_scores", "weights",
 )  # fmt: skip
 """Fields aligned to the tokens, shape (B, T): they are cut and padded together."""
 _ALIASES: Final = {"reward": "rewards", "old_log_prob": "old_log_probs", "ref_log_prob": "ref_log_probs"}

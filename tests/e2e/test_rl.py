@@ -23,7 +23,9 @@ def etude(*words: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["digits-grpo", "digits-rloo", "digits-ppo", "sft", "dpo", "ipo"])
+@pytest.mark.parametrize(
+    "name", ["digits-grpo", "digits-rloo", "digits-ppo", "sft", "dpo", "ipo", "kto", "simpo", "reward_model"]
+)
 def test_tiny_models_train_from_every_configuration(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     etude("train", str(CONFIGS / f"{name}.yaml"), f"run.name={name}", *SMALL)

@@ -9,26 +9,32 @@ from etude.lazy import lazily
 if TYPE_CHECKING:
     from etude.algorithms.bc import BehaviorCloning
     from etude.algorithms.distillation import Distillation
-    from etude.algorithms.grpo import CISPO, DRO, GRPO, GSPO, DrGRPO
+    from etude.algorithms.gkd import GKD
+    from etude.algorithms.grpo import CISPO, DRO, GMPO, GRPO, GSPO, SAPO, DrGRPO
+    from etude.algorithms.kto import KTO
     from etude.algorithms.policy_gradient import PolicyGradient
     from etude.algorithms.ppo import PPO
-    from etude.algorithms.preference import DPO, IPO
+    from etude.algorithms.preference import DPO, IPO, ORPO, SimPO
     from etude.algorithms.reinforce import OPO, RLOO, ReinforcePlusPlus, ReMax
+    from etude.algorithms.reward_model import RewardModel
     from etude.algorithms.sft import SFT
 
 __all__ = [
-    "CISPO", "DPO", "DRO", "GRPO", "GSPO", "IPO", "OPO", "PPO", "RLOO", "SFT",
-    "BehaviorCloning", "Distillation", "DrGRPO", "PolicyGradient", "ReMax", "ReinforcePlusPlus",
+    "CISPO", "DPO", "DRO", "GKD", "GMPO", "GRPO", "GSPO", "IPO", "KTO", "OPO", "ORPO", "PPO", "RLOO", "SAPO", "SFT",
+    "BehaviorCloning", "Distillation", "DrGRPO", "PolicyGradient", "ReMax", "ReinforcePlusPlus", "RewardModel", "SimPO",
 ]  # fmt: skip
 
 _HOMES = {
     "bc": ("BehaviorCloning",),
     "distillation": ("Distillation",),
-    "grpo": ("CISPO", "DRO", "GRPO", "GSPO", "DrGRPO"),
+    "gkd": ("GKD",),
+    "grpo": ("CISPO", "DRO", "GMPO", "GRPO", "GSPO", "SAPO", "DrGRPO"),
+    "kto": ("KTO",),
     "policy_gradient": ("PolicyGradient",),
     "ppo": ("PPO",),
-    "preference": ("DPO", "IPO"),
+    "preference": ("DPO", "IPO", "ORPO", "SimPO"),
     "reinforce": ("OPO", "RLOO", "ReMax", "ReinforcePlusPlus"),
+    "reward_model": ("RewardModel",),
     "sft": ("SFT",),
 }
 __getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -2,7 +2,8 @@
 
 Shape letters: B rows (one completion each), T tokens or steps. Masks are 1 on what counts. Statistics are computed in
 float64 from differences to the least reward of a group, so that equal rewards give exactly 0, and returned in the type
-that came in. A group of one has no baseline: its advantage is 0, or the reward itself with `single="raw"`.
+that came in, or float32 if that is less. A group of one has no baseline: its advantage is 0, or the reward itself with
+`single="raw"`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from etude.algorithms.masked import masked_whiten
+from etude.algorithms.masked import masked_whiten, precise
 from etude.algorithms.moments import Gather, alone
 
 Ids = Sequence[Hashable] | Tensor
@@ -57,12 +58,13 @@ def grpo(
         group_R = torch.zeros(runs, dtype=torch.long, device=group_B.device).scatter_(0, run_B, group_B)
         mean_G, std_G, count_G = _moments(run_mean_R, group_R, groups, std)
     scale_G = torch.ones_like(std_G) if std == "none" else std_G + eps
-    advantages_B = (delta_B - mean_G[group_B]) / scale_G[group_B]
+    centred_B = delta_B - mean_G[group_B]
+    advantages_B = torch.where(centred_B == 0, 0.0, centred_B / scale_G[group_B])  # with eps 0, 0 / 0 would be NaN
     raw_B = (delta_B + low_G[group_B]) / (1.0 if std == "none" else 1.0 + eps)
     if run_ids is not None and single == "raw":  # one run of several turns keeps its mean and has a deviation of 1
         rows_B = torch.bincount(group_B, minlength=groups)[group_B]
         raw_B = torch.where(rows_B == 1, raw_B, (delta_B - mean_G[group_B]) / (1.0 if std == "none" else 1.0 + eps))
-    return _alone(advantages_B, raw_B, count_G[group_B], single).to(rewards_B.dtype)
+    return _alone(advantages_B, raw_B, count_G[group_B], single).to(_kind(rewards_B))
 
 
 def dr_grpo(rewards_B: Tensor, group_ids: Ids, *, single: Single = "zero") -> Tensor:
@@ -77,7 +79,7 @@ def rloo(rewards_B: Tensor, group_ids: Ids, *, single: Single = "zero") -> Tenso
     mean_G, _, count_G = _moments(delta_B, group_B, groups, "none")
     count_B = count_G[group_B]
     advantages_B = (delta_B - mean_G[group_B]) * count_B / (count_B - 1).clamp(min=1)
-    return _alone(advantages_B, delta_B + low_G[group_B], count_B, single).to(rewards_B.dtype)
+    return _alone(advantages_B, delta_B + low_G[group_B], count_B, single).to(_kind(rewards_B))
 
 
 def opo(rewards_B: Tensor, lengths_B: Tensor, group_ids: Ids, *, single: Single = "zero") -> Tensor:
@@ -90,12 +92,26 @@ def opo(rewards_B: Tensor, lengths_B: Tensor, group_ids: Ids, *, single: Single 
     baseline_G = zero_G.index_add(0, group_B, lengths_B * delta_B) / torch.where(total_G > 0, total_G, 1.0)
     count_G = torch.bincount(group_B, minlength=groups)
     advantages_B = delta_B - baseline_G[group_B]
-    return _alone(advantages_B, delta_B + low_G[group_B], count_G[group_B], single).to(rewards_B.dtype)
+    return _alone(advantages_B, delta_B + low_G[group_B], count_G[group_B], single).to(_kind(rewards_B))
 
 
 def remax(rewards_B: Tensor, greedy_rewards_B: Tensor) -> Tensor:
     """Return A_i = r_i - r(the greedy completion of the same prompt)."""
-    return rewards_B - greedy_rewards_B
+    return precise(rewards_B) - precise(greedy_rewards_B)
+
+
+def overlong_penalty(lengths_B: Tensor, *, longest: int, buffer: int, penalty: float = 1.0) -> Tensor:
+    """Return what is added to rewards for length: 0 up to longest - buffer, falling to -penalty at longest (DAPO)."""
+    over_B = lengths_B.double() - (longest - buffer)
+    share_B = (over_B > 0).double() if buffer == 0 else (over_B / buffer).clamp(0.0, 1.0)
+    return -penalty * share_B
+
+
+def informative(rewards_B: Tensor, group_ids: Ids) -> Tensor:
+    """Return which rows belong to a group whose rewards are not all equal (B,): the others teach nothing (DAPO)."""
+    group_B, groups = _indices(group_ids, rewards_B)
+    delta_B, _ = _from_least(rewards_B, group_B, groups)
+    return delta_B.new_zeros(groups).scatter_reduce(0, group_B, delta_B, "amax", include_self=True)[group_B] > 0
 
 
 # ---- one number per token --------------------------------------------------------------------------------------------
@@ -150,15 +166,18 @@ def gae(
     nothing counts.
     """
     counts_BT = mask_BT != 0
-    values_BT = torch.where(counts_BT, values_BT, 0.0)
-    rewards_BT = torch.where(counts_BT, rewards_BT, 0.0)
+    values_BT = torch.where(counts_BT, precise(values_BT), 0.0)
+    rewards_BT = torch.where(counts_BT, precise(rewards_BT), 0.0)
     next_B = rewards_BT.new_zeros(rewards_BT.shape[0]) if bootstrap_B is None else bootstrap_B.to(rewards_BT)
     carried_B = torch.zeros_like(next_B)
     advantages_BT = torch.zeros_like(rewards_BT)
     for t in reversed(range(rewards_BT.shape[1])):
-        alive_B = 1.0 if done_BT is None else (done_BT[:, t] == 0).to(rewards_BT.dtype)
-        delta_B = rewards_BT[:, t] + gamma * next_B * alive_B - values_BT[:, t]
-        advantage_B = delta_B + gamma * lam * carried_B * alive_B
+        after_B, later_B = next_B, carried_B
+        if done_BT is not None:  # what comes after an end is not looked at, whatever it holds
+            alive_B = done_BT[:, t] == 0
+            after_B, later_B = torch.where(alive_B, next_B, 0.0), torch.where(alive_B, carried_B, 0.0)
+        delta_B = rewards_BT[:, t] + gamma * after_B - values_BT[:, t]
+        advantage_B = delta_B + gamma * lam * later_B
         counts_B = counts_BT[:, t]
         advantages_BT[:, t] = torch.where(counts_B, advantage_B, 0.0)
         carried_B = torch.where(counts_B, advantage_B, carried_B)
@@ -196,11 +215,11 @@ def n_step_returns(
     counts_BT = torch.ones_like(rewards_BT, dtype=torch.bool) if mask_BT is None else mask_BT != 0
     # The steps that count, moved to the front: then step t + j stands j columns on.
     order_BT = torch.argsort((~counts_BT).to(torch.uint8), dim=1, stable=True)
-    rewards_BT = torch.where(counts_BT, rewards_BT, 0.0).gather(1, order_BT)
+    rewards_BT = torch.where(counts_BT, precise(rewards_BT), 0.0).gather(1, order_BT)
     length_B = counts_BT.sum(1)
     returns_BT = _windows(rewards_BT, n, gamma)
     if values_BT is not None and n < rewards_BT.shape[1]:
-        later_BT = torch.where(counts_BT, values_BT, 0.0).gather(1, order_BT)[:, n:]
+        later_BT = torch.where(counts_BT, precise(values_BT), 0.0).gather(1, order_BT)[:, n:]
         returns_BT[:, : rewards_BT.shape[1] - n] += gamma**n * later_BT
     if bootstrap_B is not None:
         left_BT = length_B[:, None] - torch.arange(rewards_BT.shape[1], device=rewards_BT.device)
@@ -241,6 +260,11 @@ def _indices(ids: Ids, like_B: Tensor) -> tuple[Tensor, int]:
     known: dict[Hashable, int] = {}
     found = [known.setdefault(item, len(known)) for item in listed]
     return torch.tensor(found, dtype=torch.long, device=like_B.device), len(known)
+
+
+def _kind(rewards_B: Tensor) -> torch.dtype:
+    """Return the type of advantages: that of the rewards, and float32 for whole numbers and for less."""
+    return precise(rewards_B).dtype if rewards_B.is_floating_point() else torch.float32
 
 
 def _from_least(rewards_B: Tensor, group_B: Tensor, groups: int) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from etude.algorithms import losses
 from etude.algorithms.advantages import discounted_returns
 from etude.algorithms.aggregate import aggregate
+from etude.algorithms.masked import precise
 from etude.algorithms.policy_gradient import PolicyGradient
 from etude.batches import Batch
 from etude.errors import ConfigError
@@ -40,8 +41,12 @@ class Distillation(PolicyGradient):
         super().__post_init__()
         if self.kind == "full" and self.teacher is None:
             raise ConfigError("distillation of whole distributions needs a teacher")
-        if self.kind == "full" and (self.kl_coef or self.entropy_coef or self.discount):
-            raise ConfigError("kind: full compares distributions alone; leave out kl_coef, entropy_coef and discount")
+        if self.overlong_length is not None or self.drop_equal_groups:
+            raise ConfigError("distillation knows no rewards: leave overlong_length and drop_equal_groups out")
+        if self.kind == "full" and (self.kl_coef or self.entropy_coef or self.discount or self.tis_cap is not None):
+            raise ConfigError(
+                "kind: full compares distributions alone; leave out kl_coef, entropy_coef, discount and tis_cap"
+            )
 
     def estimate(self, batch: Batch) -> Mapping[str, Tensor]:
         """Return the teacher's grade of each token as its advantage."""
@@ -56,16 +61,7 @@ class Distillation(PolicyGradient):
             return super().loss(policy, batch)
         text = Batch.of(batch).require("input_ids", "loss_mask")
         teacher = self._teacher(text)
-        for each, name in ((policy, "student"), (teacher, "teacher")):
-            if not callable(getattr(each, "logits", None)):
-                raise ConfigError(f"distillation of whole distributions needs a {name} with logits(batch)")
-        with torch.no_grad():
-            teacher_BTV = teacher.logits(text) / self.temperature
-        logits_BTV = policy.logits(text) / self.temperature
-        if logits_BTV.shape != teacher_BTV.shape:
-            sizes = f"{logits_BTV.shape[-1]} and {teacher_BTV.shape[-1]}"
-            raise ConfigError(f"student and teacher have vocabularies of {sizes} tokens; kind: sampled needs no more "
-                              "than the tokens of the text in common")  # fmt: skip
+        logits_BTV, teacher_BTV = both_logits(policy, teacher, text, self.temperature)
         divergence_BT = losses.full_kl(logits_BTV, teacher_BTV, text["loss_mask"], direction=self.direction)
         metrics = {"teacher_kl": divergence_BT.detach()}
         return aggregate(
@@ -90,12 +86,33 @@ class Distillation(PolicyGradient):
             batch.values["teacher_log_probs"] = self._in_parts(batch, rows, lambda part: self._log_probs(teacher, part))
 
     def _teacher(self, batch: Batch) -> Any:
-        if isinstance(self.teacher, str):
-            from etude.registry import POLICY_REGISTRY
-
-            teacher: Any = POLICY_REGISTRY.get("language")(path=self.teacher)
-            self.teacher = teacher.requires_grad_(False).eval()
         if self.teacher is None:
             raise ConfigError("distillation needs a teacher, or teacher_log_probs in the batch")
-        move = getattr(self.teacher, "to", None)
-        return move(batch["input_ids"].device) if callable(move) else self.teacher
+        self.teacher = ready_teacher(self.teacher, batch["input_ids"].device)
+        return self.teacher
+
+
+def ready_teacher(teacher: Any, device: torch.device) -> Any:
+    """Return a teacher where it is needed; the path of a language model is loaded, frozen."""
+    if isinstance(teacher, str):
+        from etude.registry import POLICY_REGISTRY
+
+        loaded: Any = POLICY_REGISTRY.get("language")(path=teacher)
+        teacher = loaded.requires_grad_(False).eval()
+    move = getattr(teacher, "to", None)
+    return move(device) if callable(move) else teacher
+
+
+def both_logits(student: Any, teacher: Any, text: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the logits of student and teacher (B, T, V), divided by the temperature; no gradient of the teacher's."""
+    for each, name in ((student, "student"), (teacher, "teacher")):
+        if not callable(getattr(each, "logits", None)):
+            raise ConfigError(f"distillation of whole distributions needs a {name} with logits(batch)")
+    with torch.no_grad():
+        teacher_BTV = precise(teacher.logits(text)) / temperature
+    logits_BTV = precise(student.logits(text)) / temperature
+    if logits_BTV.shape != teacher_BTV.shape:
+        sizes = f"{logits_BTV.shape[-1]} and {teacher_BTV.shape[-1]}"
+        raise ConfigError(f"student and teacher have vocabularies of {sizes} tokens; kind: sampled needs no more "
+                          "than the tokens of the text in common")  # fmt: skip
+    return logits_BTV, teacher_BTV

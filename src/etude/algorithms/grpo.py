@@ -13,6 +13,7 @@ from etude.algorithms.aggregate import Aggregation
 from etude.algorithms.masked import masked_mean
 from etude.algorithms.policy_gradient import PolicyGradient
 from etude.batches import Batch
+from etude.errors import ConfigError
 
 
 @dataclass(kw_only=True)
@@ -57,6 +58,10 @@ class GSPO(GRPO):
     clip_high: float = 4e-4
     """The sequence ratio is clipped above at 1 + clip_high."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _own_objective(self, clips=True)
+
     def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
         """Return the loss of each sequence on its tokens."""
         old_BT = self.old_log_probs(log_probs_BT, batch)
@@ -70,6 +75,59 @@ class GSPO(GRPO):
 
 
 @dataclass(kw_only=True)
+class GMPO(GRPO):
+    """GRPO with the geometric mean of a completion's ratios, each clipped by itself: outliers move it little."""
+
+    clip_low: float = 0.4
+    """The logarithm of a token's ratio is clipped below at -clip_low."""
+    clip_high: float = 0.4
+    """The logarithm of a token's ratio is clipped above at clip_high."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _own_objective(self, clips=True)
+
+    def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of each completion on its tokens."""
+        old_BT = self.old_log_probs(log_probs_BT, batch)
+        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        return losses.gmpo(log_probs_BT, old_BT, batch["advantages"], batch["loss_mask"], **clips)
+
+    def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
+        """Return 1 by token where the clip acts."""
+        advantages_BT: Tensor = batch["advantages"]
+        above_BT = (log_ratio_BT > self.clip_high) & (advantages_BT > 0)
+        below_BT = (log_ratio_BT < -self.clip_low) & (advantages_BT < 0)
+        return (above_BT | below_BT).to(log_ratio_BT.dtype)
+
+
+@dataclass(kw_only=True)
+class SAPO(GRPO):
+    """GRPO with a soft gate in place of a clip: (4 / tau) sigmoid(tau (r - 1)), tau by the sign of the advantage."""
+
+    tau_pos: float = 1.0
+    """How fast the gate closes where the advantage is positive."""
+    tau_neg: float = 1.05
+    """How fast it closes where it is negative."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _own_objective(self, clips=False)
+        if self.tau_pos <= 0 or self.tau_neg <= 0:
+            raise ConfigError("tau_pos and tau_neg must be positive")
+
+    def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
+        """Return the gated objective, negated."""
+        old_BT = self.old_log_probs(log_probs_BT, batch)
+        taus = {"tau_pos": self.tau_pos, "tau_neg": self.tau_neg}
+        return losses.sapo(log_probs_BT, old_BT, batch["advantages"], batch["loss_mask"], **taus)
+
+    def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
+        """Return None: nothing is clipped."""
+        return None
+
+
+@dataclass(kw_only=True)
 class CISPO(GRPO):
     """GRPO that clips the importance weight instead of the update, so that every token keeps its gradient."""
 
@@ -80,6 +138,12 @@ class CISPO(GRPO):
     ratio_high: float = 4.0
     """Greatest importance weight."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _own_objective(self, clips=False)
+        if not 0 <= self.ratio_low <= self.ratio_high:
+            raise ConfigError("ratio_low must not be negative, nor above ratio_high")
+
     def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
         """Return the weighed log-probabilities."""
         old_BT = self.old_log_probs(log_probs_BT, batch)
@@ -88,7 +152,7 @@ class CISPO(GRPO):
 
     def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
         """Return 1 where the importance weight is clipped."""
-        ratio_BT = log_ratio_BT.exp()
+        ratio_BT = losses.ratio(log_ratio_BT)
         return ((ratio_BT < self.ratio_low) | (ratio_BT > self.ratio_high)).to(ratio_BT.dtype)
 
 
@@ -101,6 +165,10 @@ class DRO(GRPO):
     beta: float = 0.05
     """Weight of the square."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _own_objective(self, clips=False)
+
     def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
         """Return the regularised objective, negated."""
         old_BT = self.old_log_probs(log_probs_BT, batch)
@@ -109,3 +177,12 @@ class DRO(GRPO):
     def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
         """Return None: nothing is clipped."""
         return None
+
+
+def _own_objective(algorithm: GRPO, *, clips: bool) -> None:
+    """Refuse what an algorithm with an objective of its own would ignore."""
+    name = type(algorithm).__name__
+    if algorithm.objective != "clip" or algorithm.dual_clip is not None:
+        raise ConfigError(f"{name} has an objective of its own: leave objective and dual_clip out")
+    if not clips and (algorithm.clip_low, algorithm.clip_high) != (0.2, 0.2):
+        raise ConfigError(f"{name} does not clip as PPO does: leave clip_low and clip_high out")

@@ -11,15 +11,20 @@ Shape letters: B rows, T tokens. With d = log p(token) - log p_ref(token), token
 
 As a penalty (subtracted from rewards, no gradient) k1 and k3 are right; as a loss k2 has the gradient one means, and
 k3, which is what GRPO was published with, agrees with it only to first order near d = 0.
+
+Where -d is above 20, the exponential of k3 goes on as its tangent: finite, and still pulling towards the reference.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
+from etude.algorithms.losses import MAX_LOG_RATIO
+from etude.algorithms.masked import precise
 from etude.errors import ConfigError
 
 Kind = Literal["k1", "abs", "k2", "k3"]
@@ -28,7 +33,7 @@ _NAMES: Final[dict[str, Kind]] = {"kl": "k1", "abs": "abs", "mse": "k2", "low_va
 
 def kl(log_probs_BT: Tensor, ref_log_probs_BT: Tensor, kind: Kind = "k3", *, mask_BT: Tensor | None = None) -> Tensor:
     """Return an estimate of KL(p, p_ref) by token; 0 where the mask is 0."""
-    delta_BT = log_probs_BT - ref_log_probs_BT
+    delta_BT = precise(log_probs_BT) - precise(ref_log_probs_BT)
     if mask_BT is not None:
         delta_BT = torch.where(mask_BT != 0, delta_BT, 0.0)
     if kind == "k1":
@@ -38,19 +43,18 @@ def kl(log_probs_BT: Tensor, ref_log_probs_BT: Tensor, kind: Kind = "k3", *, mas
     if kind == "k2":
         return 0.5 * delta_BT**2
     if kind == "k3":
-        return torch.expm1(-delta_BT) + delta_BT
+        near_BT = (-delta_BT).clamp(max=MAX_LOG_RATIO)
+        beyond_BT = (-delta_BT - MAX_LOG_RATIO).clamp(min=0.0)
+        return torch.expm1(near_BT) + math.exp(MAX_LOG_RATIO) * beyond_BT + delta_BT
     raise ConfigError(f"unknown kind of KL {kind!r}; choose from k1, abs, k2, k3")
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty_type: str = "kl") -> Tensor:
-    """Return the estimate by its older names: kl (k1), abs, mse (k2), low_var_kl (k3, clamped against overflow)."""
+    """Return the estimate by its older names: kl (k1), abs, mse (k2), low_var_kl (k3)."""
     kind = _NAMES.get(kl_penalty_type)
     if kind is None:
         raise ConfigError(f"unknown kind of KL {kl_penalty_type!r}; choose from {', '.join(_NAMES)}")
-    if kl_penalty_type != "low_var_kl":
-        return kl(logprob, ref_logprob, kind)
-    delta = (logprob - ref_logprob).clamp(-5.0, 5.0)  # exp(5) - 6 is 142: the clamp below acts long before overflow
-    return kl(delta, torch.zeros_like(delta), "k3").clamp(-10.0, 10.0)
+    return kl(logprob, ref_logprob, kind)
 
 
 class FixedKLController:

@@ -1,5 +1,7 @@
 """Sums and means over the entries that count; what is masked may be anything, NaN included.
 
+Numbers of less than float32 are summed, and come back, as float32: in bfloat16 a sum stops growing at 256 ones.
+
 Shape letters: B rows, T tokens.
 """
 
@@ -13,9 +15,14 @@ from torch import Tensor
 from etude.algorithms.moments import Gather, Moments, alone
 
 
+def precise(values: Tensor) -> Tensor:
+    """Return values of less than float32 as float32, and others as they are."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
     """Return the sum of the values where the mask is not 0."""
-    kept = torch.where(mask != 0, values, 0)
+    kept = torch.where(mask != 0, precise(values), 0)
     return kept.sum() if axis is None else kept.sum(axis)
 
 
@@ -37,4 +44,5 @@ def masked_whiten(
     counted = (mask != 0).expand_as(values)
     whole = Moments.of(values, counted).over(gather)
     centred = values.double() - (whole.mean if shift_mean else 0.0)
-    return torch.where(counted, centred / math.sqrt(whole.variance + eps), 0).to(values.dtype)
+    scale = math.sqrt(whole.variance + eps)  # 0 only with eps 0 and equal values, whose distance from the mean is 0
+    return torch.where(counted, centred / (scale or 1.0), 0).to(precise(values).dtype)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import losses
-from etude.algorithms.advantages import token_rewards
+from etude.algorithms.advantages import informative, overlong_penalty, token_rewards
 from etude.algorithms.aggregate import Aggregation, aggregate
 from etude.algorithms.kl import AdaptiveKLController, FixedKLController, Kind, kl
 from etude.algorithms.masked import masked_sum
@@ -65,6 +65,17 @@ class PolicyGradient:
     """Completions over which kl_coef adapts."""
     entropy_coef: float = 0.0
     """Weight of the entropy of the distributions that tokens are drawn from, as a bonus."""
+    tis_cap: float | None = None
+    """Truncated importance sampling: weigh tokens by p_old / p_sampler, at most this (2 is usual), for a sampler whose
+    log-probabilities differ from the policy's own; None trusts the sampler's."""
+    overlong_length: int | None = None
+    """Longest completion, for a penalty on length; None is no penalty."""
+    overlong_buffer: int = 0
+    """Tokens before overlong_length over which the penalty grows from 0."""
+    overlong_penalty: float = 1.0
+    """Subtracted from the reward of a completion of overlong_length."""
+    drop_equal_groups: bool = False
+    """Let groups whose rewards are all equal weigh nothing, rather than 0 times their tokens."""
 
     def __post_init__(self) -> None:
         _require(self.epochs >= 1 and self.minibatches >= 1, "epochs and minibatches must be at least 1")
@@ -75,6 +86,12 @@ class PolicyGradient:
         _require(self.kl_coef >= 0 and self.temperature > 0, "kl_coef must not be negative, temperature positive")
         useless = self.kl_coef > 0 and self.kl_in == "loss" and self.kl_kind == "k1"
         _require(not useless, "k1 as a loss has a gradient of mean 0: choose kl_kind k2 or k3, or kl_in reward")
+        _require(self.length is None or self.length >= 1, "length must be at least 1")
+        _require(self.tis_cap is None or self.tis_cap > 0, "tis_cap must be positive")
+        longest, buffer = self.overlong_length, self.overlong_buffer
+        fits = buffer == 0 if longest is None else 0 <= buffer <= longest and longest >= 1
+        _require(fits, "overlong_buffer lies between 0 and overlong_length, which is at least 1 and must be given")
+        _require(self.overlong_penalty >= 0, "overlong_penalty must not be negative")
         adaptive = self.kl_target is not None
         _require(
             not adaptive or (self.kl_in == "reward" and self.kl_coef > 0), "kl_target needs kl_in reward and a kl_coef"
@@ -156,6 +173,11 @@ class PolicyGradient:
         if self.aggregation == "length_normalised" and self.length is None:
             longest = int((whole["loss_mask"] != 0).sum(1).max()) if len(whole) else 0
             whole.metadata["longest"] = max(1, *self.gather(longest))
+        if self.drop_equal_groups:
+            teaches_B = torch.zeros_like(kept_B)
+            real = whole.select(kept_B)
+            teaches_B[kept_B] = informative(self.scores(real), self.groups(real))
+            whole.values["loss_mask"] = torch.where(teaches_B[:, None], whole["loss_mask"], 0)
         return whole
 
     def prepare(self, policy: Any, batch: Any) -> Batch:
@@ -175,8 +197,14 @@ class PolicyGradient:
     def _ask_policy(self, policy: Any, batch: Batch, rows: int) -> None:
         if self.needs_values and "values" not in batch.values:
             batch.values["values"] = self._in_parts(batch, rows, lambda part: self._values(policy, part))
+        corrects = self.tis_cap is not None and "rollout_log_probs" not in batch.values
+        if corrects and "old_log_probs" in batch.values:  # what came with the rollouts is the sampler's word
+            batch.values["rollout_log_probs"] = batch.values["old_log_probs"]
+            del batch.values["old_log_probs"]
         if "old_log_probs" not in batch.values:
             batch.values["old_log_probs"] = self._in_parts(batch, rows, lambda part: self._log_probs(policy, part))
+        if corrects and "rollout_log_probs" not in batch.values:
+            batch.values["rollout_log_probs"] = batch.values["old_log_probs"]
 
     def _in_parts(self, batch: Batch, rows: int, compute: Callable[[Batch], Tensor]) -> Tensor:
         return torch.cat([compute(part) for part in (batch.split(rows) or [batch])])
@@ -199,6 +227,8 @@ class PolicyGradient:
             rewards_BT = torch.where(mask_BT != 0, batch["token_level_scores"], 0.0)
         else:
             rewards_BT = token_rewards(batch.require("rewards")["rewards"], mask_BT)
+        if self.overlong_length is not None:
+            rewards_BT = rewards_BT + token_rewards(self._overlong(batch).to(rewards_BT.dtype), mask_BT)
         if self.kl_coef and self.kl_in == "reward":
             batch.require("old_log_probs", "ref_log_probs")
             divergence = kl(batch["old_log_probs"], batch["ref_log_probs"], self.kl_kind, mask_BT=mask_BT)
@@ -209,8 +239,13 @@ class PolicyGradient:
         """Return one reward per row (B,), all told."""
         if "token_level_scores" in batch.values or (self.kl_coef and self.kl_in == "reward"):
             return masked_sum(self.token_rewards(batch), batch["loss_mask"], 1)
-        rewards: Tensor = batch.require("rewards")["rewards"]
-        return rewards
+        rewards_B: Tensor = batch.require("rewards")["rewards"]
+        return rewards_B if self.overlong_length is None else rewards_B + self._overlong(batch).to(rewards_B)
+
+    def _overlong(self, batch: Batch) -> Tensor:
+        assert self.overlong_length is not None
+        bounds = {"longest": self.overlong_length, "buffer": self.overlong_buffer}
+        return overlong_penalty((batch["loss_mask"] != 0).sum(1), **bounds, penalty=self.overlong_penalty)
 
     @staticmethod
     def groups(batch: Batch) -> Any:
@@ -232,6 +267,10 @@ class PolicyGradient:
         mask_BT = batch["loss_mask"]
         loss_BT = self.token_loss(log_probs_BT, batch)
         metrics = self.token_metrics(log_probs_BT.detach(), batch)
+        if self.tis_cap is not None:
+            old_BT, sampler_BT = (batch.require(name)[name] for name in ("old_log_probs", "rollout_log_probs"))
+            metrics["tis_weight"] = losses.truncated_weights(old_BT, sampler_BT, mask_BT, cap=self.tis_cap)
+            loss_BT = loss_BT * metrics["tis_weight"]
         if self.kl_coef and self.kl_in == "loss":
             batch.require("ref_log_probs")
             kl_BT = kl(log_probs_BT, batch["ref_log_probs"], self.kl_kind, mask_BT=mask_BT)

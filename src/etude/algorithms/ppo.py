@@ -13,7 +13,7 @@ from torch import Tensor
 
 from etude.algorithms import losses
 from etude.algorithms.advantages import gae
-from etude.algorithms.masked import masked_whiten
+from etude.algorithms.masked import masked_whiten, precise
 from etude.algorithms.policy_gradient import PolicyGradient
 from etude.batches import Batch
 
@@ -40,7 +40,7 @@ class PPO(PolicyGradient):
 
     def estimate(self, batch: Batch) -> Mapping[str, Tensor]:
         """Return an advantage and a return per token; a row that was cut off may bring its `bootstrap` value."""
-        mask_BT, values_BT = batch["loss_mask"], batch.require("values")["values"]
+        mask_BT, values_BT = batch["loss_mask"], precise(batch.require("values")["values"])
         last_B = torch.as_tensor(batch["bootstrap"]).to(values_BT) if "bootstrap" in batch else None
         rewards_BT = self.token_rewards(batch).to(values_BT.dtype)
         found_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, gamma=self.gamma, lam=self.lam, bootstrap_B=last_B)

@@ -12,6 +12,7 @@ from etude.algorithms import advantages
 from etude.algorithms.advantages import Single
 from etude.algorithms.policy_gradient import PolicyGradient
 from etude.batches import Batch
+from etude.errors import ConfigError
 
 
 @dataclass(kw_only=True)
@@ -63,6 +64,11 @@ class OPO(PolicyGradient):
 @dataclass(kw_only=True)
 class ReMax(PolicyGradient):
     """Compare with the reward of the greedy completion, which rollouts give as `greedy_rewards`, one per row."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.overlong_length is not None:
+            raise ConfigError("ReMax does not know the length of greedy completions: leave overlong_length out")
 
     @property
     def needs_greedy(self) -> bool:

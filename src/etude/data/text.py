@@ -24,6 +24,9 @@ _SIDES = ("chosen", "rejected")
 class TextData:
     """Rows with `prompt` and `completion`, or with `prompt`, `chosen` and `rejected`; the loss is on what follows.
 
+    A `label` (true or false) beside each completion says whether it is desirable, for `kto`; a `margin` beside each
+    pair by how much its chosen is to lead, for `reward_model`.
+
     Args:
         rows: The rows themselves, or the path of a file with one JSON object in each line.
         chat: Put each prompt into the model's chat template as the user's message.
@@ -35,7 +38,7 @@ class TextData:
 
     def __init__(
         self,
-        rows: str | list[dict[str, str]],
+        rows: str | list[dict[str, Any]],
         chat: bool = False,
         max_length: int = 1024,
         end: bool = True,
@@ -48,6 +51,7 @@ class TextData:
             for key in ("prompt", *self.keys):
                 if not isinstance(row.get(key), str):
                     raise DataError(f"row {number} of the text has no {key!r}; it has {', '.join(sorted(row))}")
+        self.number = _number(self.rows, "margin" if self.keys == _SIDES else "label")
         self.chat, self.max_length, self.end = chat, max_length, end
         self._inner: MapData | None = None
         self._place: Place | None = None
@@ -68,7 +72,14 @@ class TextData:
         """Tokenise the rows as a policy reads them."""
         if not callable(getattr(policy, "encode", None)):
             raise DataError(f"text needs a policy that reads it; {type(policy).__name__} has no encode()")
-        samples = [self._encode(policy, row) for row in self.rows]
+        samples: list[dict[str, Any]] = [self._encode(policy, row) for row in self.rows]
+        if self.number is not None:
+            for sample, row in zip(samples, self.rows, strict=True):
+                sample[self.number] = float(row[self.number])
+        if self.number == "label":
+            for sample, row, other in zip(samples, self.rows, _of_other_prompts(self.rows), strict=True):
+                found = self._encode(policy, {"prompt": row["prompt"], "completion": other["completion"]})
+                sample |= {f"mismatched_{name}": value for name, value in found.items()}
         self._inner = MapData(samples, Padding(policy.pad_token_id))
 
     def _encode(self, policy: Any, row: Mapping[str, str]) -> dict[str, list[int]]:
@@ -117,10 +128,13 @@ class Padding:
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
 
-    def __call__(self, samples: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Make one batch."""
         batch: dict[str, Tensor] = {}
-        for name in samples[0]:
+        for name, first in samples[0].items():
+            if isinstance(first, float):
+                batch[name] = torch.tensor([sample[name] for sample in samples])
+                continue
             fill = self.pad_token_id if name.endswith("input_ids") else 0
             rows = [torch.tensor(sample[name]) for sample in samples]
             batch[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
@@ -131,7 +145,28 @@ class Padding:
         return batch
 
 
-def _read(path: str | Path) -> list[dict[str, str]]:
+def _number(rows: Sequence[Mapping[str, Any]], name: str) -> str | None:
+    """Return the name of a number that every row has, or None if none has it; other columns are left alone."""
+    kinds, wanted = ((bool,), "true or false") if name == "label" else ((int, float), "a number")
+    fits = [isinstance(row.get(name), kinds) for row in rows]
+    if any(fits) and not all(fits):
+        at = fits.index(False)
+        raise DataError(f"{name!r} of row {at} of the text must be {wanted}, got {rows[at].get(name)!r}")
+    return name if all(fits) else None
+
+
+def _of_other_prompts(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return for each row the next one, round and round, with another prompt; with one prompt alone, the next."""
+    count = len(rows)
+    found = [(at + 1) % count for at in range(count)]
+    for at in reversed(range(2 * count)):  # twice around: the last rows look past the end
+        here, after = at % count, (at + 1) % count
+        same = rows[here]["prompt"] == rows[after]["prompt"]
+        found[here] = found[after] if same and rows[found[after]]["prompt"] != rows[here]["prompt"] else after
+    return [rows[at] for at in found]
+
+
+def _read(path: str | Path) -> list[dict[str, Any]]:
     rows = []
     for number, row in read_json_lines(path, "text"):
         if not isinstance(row, dict):

@@ -111,7 +111,7 @@ class Diffusion(GenerativePolicy):
         )  # fmt: skip
         self.prediction_type, self.sampler = prediction_type, sampler
         self.num_train_timesteps, self.beta_schedule = num_train_timesteps, beta_schedule
-        self.num_inference_steps = num_inference_steps or num_train_timesteps
+        self.num_inference_steps = num_train_timesteps if num_inference_steps is None else num_inference_steps
         self.clip_range = clip_sample_range if clip_sample else None
         self._check_schedule()
 

@@ -9,6 +9,7 @@ Shape letters: B batch, N training timesteps. Signals have any shape that starts
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -26,6 +27,10 @@ Denoiser = Callable[[Tensor, Tensor], Tensor]
 
 _COSINE_OFFSET = 0.008
 _BETA_CAP = 0.999
+_MOST_SIGNAL_LEFT = 0.01
+"""Last alpha bar from which on sampling, which starts from pure noise, starts where training never was."""
+
+log = logging.getLogger("etude")
 
 
 def make_betas(schedule: BetaSchedule, num_steps: int, start: float = 1e-4, end: float = 0.02) -> Tensor:
@@ -46,7 +51,15 @@ def make_betas(schedule: BetaSchedule, num_steps: int, start: float = 1e-4, end:
 
 def make_alpha_bars(schedule: BetaSchedule, num_steps: int, start: float = 1e-4, end: float = 0.02) -> Tensor:
     """Return the share of the clean signal's variance that is left after each step, (N,) in float64."""
-    return (1 - make_betas(schedule, num_steps, start, end)).cumprod(0)
+    alpha_bars_N = (1 - make_betas(schedule, num_steps, start, end)).cumprod(0)
+    left = float(alpha_bars_N[-1])
+    if left > _MOST_SIGNAL_LEFT:
+        log.warning(
+            "the %s noise schedule with %d steps ends with alpha bar at %.2g, not near 0, but sampling starts from "
+            "pure noise: choose squaredcos_cap_v2, or 1000 steps",
+            schedule, num_steps, left,
+        )  # fmt: skip
+    return alpha_bars_N
 
 
 def add_noise(clean: Tensor, noise: Tensor, alpha_bar_B: Tensor) -> Tensor:

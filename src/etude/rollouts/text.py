@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 
+from etude.algorithms.advantages import informative
 from etude.batches import Batch
 from etude.data.order import Order
 from etude.errors import ConfigError, RolloutError
@@ -53,6 +55,7 @@ class TextRollouts:
         conversation: Makes the partner of a conversation from a task; its turns give the reward.
         max_turns: Turns of a conversation at most.
         generator: Draws the completions instead of the policy; has `generate` (an endpoint, say).
+        resample: Rounds in which groups whose rewards are all equal are replaced by groups of other prompts.
     """
 
     spec: DataSpec | None = None
@@ -74,9 +77,13 @@ class TextRollouts:
         conversation: Callable[[Task], Conversation] | None = None,
         max_turns: int = 4,
         generator: Any = None,
+        resample: int = 0,
     ) -> None:
         if prompts_per_step < 1 or group_size < 1 or max_turns < 1:
             raise ConfigError("prompts_per_step, group_size and max_turns must be at least 1")
+        if resample < 0 or (resample and group_size < 2):
+            raise ConfigError("resample must not be negative, and needs a group_size of 2 or more to compare rewards")
+        self.resample = resample
         self.tasks: Sequence[Task] = make_tasks(tasks)
         self.conversation, self.max_turns, self.generator, self.chat = conversation, max_turns, generator, chat
         self.rewards = (
@@ -102,6 +109,8 @@ class TextRollouts:
                 "text rollouts need an algorithm that learns from rewards, such as grpo; "
                 f"got {'none' if algorithm is None else type(algorithm).__name__}"
             )
+        if self.resample and getattr(algorithm, "needs_greedy", False):
+            raise ConfigError("resample compares completions of a group, the algorithm with a greedy one: choose one")
         wanted = getattr(algorithm, "temperature", self.sampling.scale)
         if wanted != self.sampling.scale:
             raise ConfigError(
@@ -124,10 +133,14 @@ class TextRollouts:
             self.rollouts = self.draw(policy, self._positions(step), fold(self.place.seed, STREAM_ROLLOUT, step))
         with timed(self.timings, "reward"):
             self.reward(self.rollouts)
+        replaced = self._replace_equal_groups(policy, step)
         if getattr(algorithm, "needs_greedy", False):
             self._compare_with_greedy(policy, step)
         good = [rollout for rollout in self.rollouts if rollout.reward is not None]
         self._measure(good)
+        if self.resample:
+            groups = len(self._positions(step))
+            self.metrics["rollout/resampled"] = (replaced / groups, float(groups))
         if not sum(self._gather(len(good))):
             reason = next((rollout.error for rollout in self.rollouts), None)
             raise RolloutError(f"all {len(self.rollouts)} rollouts of step {step} failed; the first: {reason}")
@@ -225,6 +238,31 @@ class TextRollouts:
             failed = outcome.reward is None
             rollout.reward = None if outcome.reward is None else (rollout.reward or 0.0) + outcome.reward
             rollout.scores, rollout.error = dict(outcome.scores), outcome.error if failed else None
+
+    def _replace_equal_groups(self, policy: Any, step: int) -> int:
+        """Draw groups whose rewards are all equal anew, of other tasks; return how many were drawn.
+
+        Which tasks is a function of (seed, step, round, position), so that a resumed run draws the same. Groups that
+        are still equal after the last round stay.
+        """
+        drawn = 0
+        for attempt in range(1, self.resample + 1):
+            judged = [rollout for rollout in self.rollouts if rollout.reward is not None]
+            teaches = informative(torch.tensor([r.reward for r in judged]).double(), [r.group for r in judged])
+            lively = {rollout.group for rollout, good in zip(judged, teaches.tolist(), strict=True) if good}
+            equal = sorted({int(rollout.group) for rollout in judged if rollout.group not in lively})
+            if not equal:
+                break
+            seed = fold(self.place.seed, STREAM_ROLLOUT, step, attempt)
+            tasks = [self.tasks[fold(seed, position) % len(self.tasks)] for position in equal]
+            with timed(self.timings, "generate"):
+                fresh = self.draw(policy, equal, seed, tasks)
+            with timed(self.timings, "reward"):
+                self.reward(fresh)
+            kept = [rollout for rollout in self.rollouts if int(rollout.group) not in set(equal)]
+            self.rollouts = sorted(kept + fresh, key=lambda rollout: (int(rollout.group), rollout.index))
+            drawn += len(equal)
+        return drawn
 
     def _compare_with_greedy(self, policy: Any, step: int) -> None:
         """Note what the greedy completion of each prompt earns; without it, a rollout cannot be compared."""

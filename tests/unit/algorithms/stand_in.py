@@ -87,6 +87,14 @@ def pairs(count: int = 3, seed: int = 0) -> Batch:
     return Batch(values)
 
 
+def labelled(count: int = 4, seed: int = 0) -> Batch:
+    """Desirable and undesirable completions, with completions of other prompts beside them."""
+    own, other = rollouts(count, 1, seed), rollouts(count, 1, seed + 1)
+    values = {name: own.values[name] for name in ("input_ids", "attention_mask", "loss_mask")}
+    values |= {f"mismatched_{name}": other.values[name] for name in values}
+    return Batch(values | {"label": (torch.arange(count) % 2 == 0).double()})
+
+
 def gradients(algorithm: Any, policy: Bigram, batch: Batch, *, parts: int = 0) -> tuple[float, float, list[Tensor]]:
     """Return (total, weight, gradients of the total), over one batch or over parts of so many rows."""
     policy.zero_grad()

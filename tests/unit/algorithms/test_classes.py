@@ -319,6 +319,7 @@ def test_what_a_batch_lacks_is_named() -> None:
 def test_every_algorithm_has_a_key_and_serves_with_its_defaults() -> None:
     keys = {"cispo", "distillation", "dpo", "dr_grpo", "dro", "grpo", "gspo", "ipo", "opo", "ppo"}
     keys |= {"reinforce_plus_plus", "remax", "rloo", "sft", "bc"}
-    assert keys <= set(ALGORITHM_REGISTRY)
+    keys |= {"gmpo", "kto", "orpo", "reward_model", "sapo", "simpo"}
+    assert keys | {"gkd"} <= set(ALGORITHM_REGISTRY)
     for key in keys:
         assert callable(ALGORITHM_REGISTRY.get(key)().loss)

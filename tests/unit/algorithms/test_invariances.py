@@ -13,28 +13,37 @@ from etude.algorithms import (
     CISPO,
     DPO,
     DRO,
+    GKD,
+    GMPO,
     GRPO,
     GSPO,
     IPO,
+    KTO,
     OPO,
+    ORPO,
     PPO,
     RLOO,
+    SAPO,
     SFT,
     Distillation,
     DrGRPO,
     ReinforcePlusPlus,
     ReMax,
+    RewardModel,
+    SimPO,
 )  # fmt: skip
 from etude.data.padding import padding_data
 from etude.types import Batch
-from tests.unit.algorithms.stand_in import Bigram, assert_close, gradients, moved, pairs, rollouts
+from tests.unit.algorithms.stand_in import Bigram, assert_close, gradients, labelled, moved, pairs, rollouts
 
 ALGORITHMS: list[Any] = [
     GRPO(), GRPO(aggregation="token_mean", dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01),
     GRPO(aggregation="token_sum"),
     DrGRPO(), DrGRPO(length=16), GSPO(), CISPO(), DRO(), RLOO(), RLOO(kl_coef=0.1, kl_in="reward", kl_kind="k1"),
+    GMPO(), SAPO(), GRPO(tis_cap=1.5), GRPO(overlong_length=4, overlong_buffer=2, drop_equal_groups=True),
     OPO(), ReMax(), ReinforcePlusPlus(), PPO(), SFT(), SFT(aggregation="sequence_mean"),
     Distillation(teacher=Bigram(5)), Distillation(teacher=Bigram(5), kind="full"),
+    GKD(teacher=Bigram(5), on_policy=0.0), GKD(teacher=Bigram(5), beta=0.1, on_policy=0.0, aggregation="sequence_mean"),
 ]  # fmt: skip
 NAMES = [f"{i}-{type(algorithm).__name__}" for i, algorithm in enumerate(ALGORITHMS)]
 
@@ -88,7 +97,7 @@ def test_micro_batches_and_ranks_change_nothing(algorithm: Any, seed: int, rows:
     assert_same((*summed, grads), plain)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS[:13], ids=NAMES[:13])
+@pytest.mark.parametrize("algorithm", ALGORITHMS[:17], ids=NAMES[:17])
 def test_metrics_of_parts_average_to_those_of_the_whole(algorithm: Any) -> None:
     policy, batch = moved(Bigram()), rollouts()
     whole = experience(algorithm, policy, batch)
@@ -124,7 +133,14 @@ def test_rows_and_batches_without_anything_that_counts_are_harmless(algorithm: A
     assert all(float(value) == 0.0 for value in algorithm.loss(policy, nothing).metrics.values())
 
 
-@pytest.mark.parametrize("algorithm", [DPO(), DPO(average_log_probs=True, label_smoothing=0.1), IPO()])
+PAIRWISE: list[Any] = [
+    DPO(), DPO(average_log_probs=True, label_smoothing=0.1), DPO(loss_type="robust", label_smoothing=0.1),
+    DPO(loss_type="hinge"), DPO(loss_type="apo_zero"), DPO(loss_type="apo_down"), IPO(), SimPO(), ORPO(),
+    RewardModel(center=0.1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", PAIRWISE, ids=str)
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 1000), extra=st.integers(1, 4), order=st.permutations(range(3)))
 def test_pairs_are_as_free_of_layout(algorithm: Any, seed: int, extra: int, order: list[int]) -> None:
@@ -137,3 +153,29 @@ def test_pairs_are_as_free_of_layout(algorithm: Any, seed: int, extra: int, orde
     assert_same(gradients(algorithm, policy, algorithm.prepare(policy, wide.reorder(order))), plain)
     padded = algorithm.prepare(policy, batch).pad_to_world_size(2)
     assert_same(gradients(algorithm, policy, padded, parts=1), plain)
+
+
+@pytest.mark.parametrize("algorithm", PAIRWISE, ids=str)
+def test_pairs_without_anything_that_counts_are_harmless(algorithm: Any) -> None:
+    policy, batch = moved(Bigram()), pairs()
+    batch.values["rejected_loss_mask"] = batch["rejected_loss_mask"] * torch.tensor([[1.0], [0.0], [1.0]])
+    total, weight, grads = gradients(algorithm, policy, algorithm.prepare(policy, batch))
+    assert weight == 2 and torch.tensor([total, *(g.sum() for g in grads)]).isfinite().all()
+    batch.values["chosen_loss_mask"] = torch.zeros_like(batch["chosen_loss_mask"])
+    total, weight, grads = gradients(algorithm, policy, algorithm.prepare(policy, batch))
+    assert total == weight == 0.0 and all(g.abs().sum() == 0 for g in grads)
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 1000), extra=st.integers(1, 4), order=st.permutations(range(4)))
+def test_labelled_rows_are_as_free_of_layout(seed: int, extra: int, order: list[int]) -> None:
+    policy, batch = moved(Bigram()), labelled(seed=seed)
+    algorithm = KTO(desirable_weight=1.3)
+    plain = gradients(algorithm, policy, algorithm.prepare(policy, batch))
+    wide = batch.copy()
+    for name, value in batch.values.items():
+        if name.startswith("mismatched"):
+            wide.values[name] = padding_data(value, value.shape[1] + extra)
+    assert_same(gradients(algorithm, policy, algorithm.prepare(policy, wide.reorder(order))), plain)
+    padded = algorithm.prepare(policy, batch).pad_to_world_size(3)
+    assert_same(gradients(algorithm, policy, padded, parts=2), plain)

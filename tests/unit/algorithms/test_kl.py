@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -50,9 +52,26 @@ def test_what_is_masked_has_no_part(kind: Kind) -> None:
     assert found[0, 0] == 0 and new.grad is not None and new.grad[0, 0] == 0 and new.grad.isfinite().all()
 
 
-def test_the_clamped_estimate_cannot_overflow() -> None:
-    far = kl_penalty(torch.tensor([-500.0]), torch.tensor([0.0]), "low_var_kl")
-    assert far.item() == 10.0
+@pytest.mark.parametrize("delta", [-19.5, -8.0, -3.0, 0.0, 5.0, 12.0, 60.0, 1e4])
+def test_k3_is_what_it_says_wherever_it_does_not_overflow(delta: float) -> None:
+    new = torch.tensor([delta], dtype=torch.float64, requires_grad=True)
+    found = kl_penalty(new, torch.zeros(1, dtype=torch.float64), "low_var_kl")
+    found.backward()
+    assert found.item() == pytest.approx(math.exp(-delta) + delta - 1, rel=1e-12)
+    assert new.grad is not None and new.grad.item() == pytest.approx(1 - math.exp(-delta), rel=1e-12)
+
+
+def test_k3_goes_on_as_its_tangent_where_it_would_overflow() -> None:
+    new = torch.tensor([-25.0, -500.0, -1e4], requires_grad=True)
+    found = kl(new, torch.zeros(3), "k3")
+    found.sum().backward()
+    edge, slope = math.exp(20) - 21, math.exp(20) - 1
+    assert found.tolist() == pytest.approx([edge + slope * (-delta - 20) for delta in (-25.0, -500.0, -1e4)], rel=1e-6)
+    assert new.grad is not None and new.grad.tolist() == pytest.approx([-slope] * 3, rel=1e-6)
+
+
+def test_unknown_kinds_are_refused() -> None:
+    far = torch.zeros(1)
     with pytest.raises(ConfigError, match="choose from kl, abs"):
         kl_penalty(far, far, "other")
     with pytest.raises(ConfigError, match="choose from k1"):

@@ -121,6 +121,8 @@ def test_bad_parameters_and_batches_are_refused() -> None:
         DPO(beta=0.0)
     with pytest.raises(ConfigError, match="label_smoothing"):
         IPO(label_smoothing=0.7)
+    with pytest.raises(ConfigError, match="IPO has no label_smoothing"):
+        IPO(label_smoothing=0.1)
     with pytest.raises(DataError, match="rejected_input_ids"):
         batch = pairs()
         del batch.values["rejected_input_ids"]

@@ -264,6 +264,7 @@ def test_clipping_needs_bounded_actions(mode: str) -> None:
         ({"sampler": "euler"}, "sampler 'euler' is unknown; one of ddpm, ddim"),
         ({"prediction_type": "noise"}, "one of epsilon, sample, v_prediction"),
         ({"beta_schedule": "cosine"}, "one of squaredcos_cap_v2, linear"),
+        ({"num_inference_steps": 0}, "num_inference_steps must be between 1 and"),
         ({"num_inference_steps": 101}, "between 1 and num_train_timesteps"),
         ({"horizon": 15}, "horizon 15 must be a multiple of 2"),
         ({"head": "mlp"}, "one of unet, transformer, dit"),

@@ -44,6 +44,18 @@ def test_linear_betas_leave_what_ddpm_says_they_leave() -> None:
     assert make_alpha_bars("linear", 1000)[-1].item() == pytest.approx(4.036e-5, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "schedule, steps, left", [("linear", 100, "0.36"), ("linear", 1000, ""), ("squaredcos_cap_v2", 100, "")]
+)
+def test_a_schedule_that_leaves_much_of_the_signal_is_warned_of(
+    schedule: Any, steps: int, left: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_alpha_bars(schedule, steps)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(left)
+    assert not left or f"with {steps} steps ends with alpha bar at {left}, not near 0" in said[0]
+
+
 @pytest.mark.parametrize("schedule", ["squaredcos_cap_v2", "linear"])
 def test_noise_only_grows(schedule: Any) -> None:
     alpha_bars = make_alpha_bars(schedule, 100)

@@ -268,3 +268,41 @@ def test_completions_are_compared_with_the_greedy_one_where_the_algorithm_asks_f
     rollouts = trainer.data.rollouts  # type: ignore[attr-defined]
     assert all(rollout.greedy_reward is not None for rollout in rollouts)
     assert len({(rollout.group, rollout.greedy_reward) for rollout in rollouts}) == 4
+
+
+def lively_tasks(task: Task, text: str) -> float:
+    """Reward all alike on every other prompt, and by length on the rest."""
+    return 1.0 if int(task.id) % 2 else float(len(text)) + 0.01 * sum(map(ord, text))
+
+
+def test_groups_of_equal_reward_are_replaced_by_those_of_other_prompts() -> None:
+    def drawn(resample: int) -> tuple[Any, dict[str, Any]]:
+        prompts = [f"{number}: " for number in range(8)]
+        data = TextRollouts(
+            prompts, lively_tasks, prompts_per_step=4, group_size=4, max_new_tokens=8, resample=resample
+        )
+        make(data=data, training_steps=1).fit()
+        groups: dict[str, list[Any]] = {}
+        for rollout in data.rollouts:
+            groups.setdefault(rollout.group, []).append(rollout)
+        return data, groups
+
+    plain, before = drawn(0)
+    data, after = drawn(20)
+    equal = {name for name, group in before.items() if len({rollout.reward for rollout in group}) == 1}
+    assert equal and list(after) == list(before) and all(len(group) == 4 for group in after.values())
+    for name, group in after.items():
+        assert len({rollout.reward for rollout in group}) > 1
+        assert len({rollout.task.id for rollout in group}) == 1
+        same = [rollout.tokens for rollout in group] == [rollout.tokens for rollout in before[name]]
+        assert same == (name not in equal)
+    assert "rollout/resampled" not in plain.metrics
+    assert data.metrics["rollout/resampled"][0] >= len(equal) / 4
+    assert [r.tokens for r in drawn(20)[0].rollouts] == [r.tokens for r in data.rollouts]
+
+
+def test_resampling_needs_something_to_compare() -> None:
+    with pytest.raises(ConfigError, match="group_size of 2"):
+        TextRollouts("digits", group_size=1, resample=1)
+    with pytest.raises(ConfigError, match="choose one"):
+        make(algorithm=ReMax(), data=TextRollouts("digits", resample=1)).fit()
