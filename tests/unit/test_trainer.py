@@ -58,7 +58,7 @@ def test_training_equals_a_loop_written_by_hand() -> None:
     trainer = make(training_steps=5, shuffle=False, clip_norm=None)
     trainer.fit()
     policy, data = net(), rows()
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
     for step in range(5):
         x, y = (data[k][step * 8 : step * 8 + 8] for k in ("x", "y"))
         optimizer.zero_grad()

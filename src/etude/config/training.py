@@ -187,14 +187,21 @@ class TrainingConfiguration(Section):
         """Return the optimizers by name: the ones listed, or the single one of the top-level fields as `policy`."""
         if self.optimizers:
             return self.optimizers
-        single = OptimizerConfiguration(
-            type=self.optimizer,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            params=self.optimizer_params,
-            schedule=self.schedule,
-            warmup_steps=self.warmup_steps,
-            min_lr_ratio=self.min_lr_ratio,
-            clip_norm=self.clip_norm,
-        )
-        return {"policy": single}
+        single = {
+            "match": ["*"],
+            "type": self.optimizer,
+            "lr": self.lr,
+            "weight_decay": self.weight_decay,
+            "params": self.optimizer_params,
+            "schedule": self.schedule,
+            "warmup_steps": self.warmup_steps,
+            "min_lr_ratio": self.min_lr_ratio,
+            "clip_norm": self.clip_norm,
+        }
+        # Checked already, and what was left unsaid stays so: an optimizer factory then keeps a rate of its own.
+        return {"policy": OptimizerConfiguration.model_construct(set(single) - self._unsaid(), **single)}
+
+    def _unsaid(self) -> set[str]:
+        fields, base = type(self).model_fields, TrainingConfiguration.model_fields
+        names = {"lr", "weight_decay"} - self.model_fields_set
+        return {name for name in names if fields[name].default == base[name].default}
