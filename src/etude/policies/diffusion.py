@@ -100,8 +100,8 @@ class Diffusion(GenerativePolicy):
         task_dim: int = 32,
     ) -> None:
         network = HeadOptions(
-            head, list(down_dims or PUBLISHED_DOWN_DIMS), kernel_size, n_groups, step_embed_dim, film_scale,
-            n_layers, n_heads, hidden_dim, dropout, causal,
+            head, list(PUBLISHED_DOWN_DIMS if down_dims is None else down_dims), kernel_size, n_groups, step_embed_dim,
+            film_scale, n_layers, n_heads, hidden_dim, dropout, causal,
         )  # fmt: skip
         images = ImageOptions(image_backbone, image_weights, image_norm, image_size, image_crop)
         super().__init__(
@@ -111,7 +111,7 @@ class Diffusion(GenerativePolicy):
         )  # fmt: skip
         self.prediction_type, self.sampler = prediction_type, sampler
         self.num_train_timesteps, self.beta_schedule = num_train_timesteps, beta_schedule
-        self.num_inference_steps = num_inference_steps or num_train_timesteps
+        self.num_inference_steps = num_train_timesteps if num_inference_steps is None else num_inference_steps
         self.clip_range = clip_sample_range if clip_sample else None
         self._check_schedule()
 
