@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from etude.algorithms.function import as_algorithm, ask_policy
 from etude.callbacks import Callback
 from etude.config.training import TrainingConfiguration
 from etude.data.coerce import as_data, held_out
@@ -69,8 +70,8 @@ class Trainer:
 
         Args:
             policy: What is trained. A policy that takes its shapes from the data is built when training starts.
-            data: A dataset, a DataLoader, an iterable, a dictionary of tensors, or an `etude.Data`.
-            algorithm: How a batch becomes a loss; None asks the policy (`policy(batch)`).
+            data: A dataset, a DataLoader, an iterable, a dictionary of tensors, a pair (X, Y), or an `etude.Data`.
+            algorithm: How a batch becomes a loss; None asks the policy (`policy(batch)`). A function of these will do.
             engine: How a loss becomes an update: a key of the engine registry, or an engine.
             config: Length, optimisation, cadence and safety.
             sampler: Makes rollouts to learn from, in place of policy and data.
@@ -93,7 +94,7 @@ class Trainer:
             raise ConfigError(f"policy must be a torch.nn.Module, got {type(policy).__name__}")
         self.policy = policy
         self.data: Data = as_data(data)
-        self.algorithm, self.engine = algorithm, engine
+        self.algorithm, self.engine = as_algorithm(algorithm) if self._asks_algorithm else algorithm, engine
         self.run_request = run
         self.run: Run | None = run if isinstance(run, Run) else None
         self.callbacks = list(callbacks)
@@ -126,7 +127,7 @@ class Trainer:
         """Return a `Loss`, or `{"loss": mean, ...}`, or a scalar mean."""
         if self.harness is not None:
             return self.data.loss(batch)  # type: ignore[attr-defined]
-        return policy(batch) if self.algorithm is None else self.algorithm.loss(policy, batch)
+        return ask_policy(policy, batch) if self.algorithm is None else self.algorithm.loss(policy, batch)
 
     def configure_optimizers(self) -> Optimizers:
         """Return named optimizers, or one; the default follows `config.optimizer` or `config.optimizers`.
@@ -220,6 +221,10 @@ class Trainer:
     def is_manual(self) -> bool:
         """Whether this trainer makes the update itself, in `train_step`."""
         return hasattr(self, "train_step")
+
+    @property
+    def _asks_algorithm(self) -> bool:
+        return not self.is_manual and self.harness is None and type(self).compute_loss is Trainer.compute_loss
 
     @property
     def prepares_batches(self) -> bool:
