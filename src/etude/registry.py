@@ -557,7 +557,8 @@ def _load_file(path: str) -> None:
     name = "etude_plugin_" + os.path.splitext(os.path.basename(real))[0]
     while name in sys.modules:
         name += "_"
-    spec = importlib.util.spec_from_file_location(name, real)
+    # As a package of its folder, a file may import its siblings: `from .sibling import x`.
+    spec = importlib.util.spec_from_file_location(name, real, submodule_search_locations=[os.path.dirname(real)])
     if spec is None or spec.loader is None:
         raise ImportError("not a Python file")
     module = importlib.util.module_from_spec(spec)
@@ -565,7 +566,8 @@ def _load_file(path: str) -> None:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        for loaded in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
+            del sys.modules[loaded]
         raise
     _PLUGIN_FILES[real] = name
 

@@ -276,6 +276,11 @@ def wrap_train_step(kind: Callable[..., TrainStep], params: Mapping[str, Any]) -
             device = self.session.group.device
             models: Any = self.policy if isinstance(self.policy, nn.ModuleDict) else {"policy": self.policy}
             optimizers, loss = self.optimizers, self.algorithm
+            if self.eval_data is not None and loss is not None and not hasattr(loss, "loss"):
+                raise ConfigError(
+                    f"eval_data: {kind.__name__} has no loss outside of its train_step; leave eval_data out, and "
+                    "evaluate in a callback"
+                )
             if isinstance(loss, nn.Module):
                 loss.to(device)
             self.inner = kind(models, optimizers, loss, device, **params)

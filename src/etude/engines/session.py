@@ -223,7 +223,7 @@ class Session:
         per_step, steps = self.data.epochs(1000) / 1000, self.total_steps
         length = self.length
         total = length.value if length.unit == "epochs" else None if steps is None else steps * per_step
-        epochs = None if total is None else math.ceil(total - 1e-9)
+        epochs = math.ceil(total - 1e-9) if total else None
         # A hair is added because the end of an epoch is a sum of fractions.
         return {"epoch": int(self.progress.epochs + 1e-9), "total_epochs": epochs, "iterations": self.progress.step}
 

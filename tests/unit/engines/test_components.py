@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from etude import Callback, Trainer, TrainingConfiguration
 from etude.config.training import OptimizerConfiguration
 from etude.data.coerce import as_data
-from etude.errors import DataError
+from etude.errors import ConfigError, DataError
 from etude.runs.checkpoint import CheckpointStore
 from etude.trainer import wrap_train_step
 from tests.processes import run_ranks
@@ -216,6 +216,24 @@ class Die(Callback):
         if trainer.progress.step == 4:
             trainer.session.record.wait()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["huggingface", "lightning"])
+def test_other_engines_give_the_same_numbers(engine: str) -> None:
+    straight, other = make(Keeper), make(Keeper)
+    other.engine = engine
+    straight.fit()
+    other.fit()
+    assert same(weights(straight), weights(other))
+    assert torch.equal(straight.inner.average.weight, other.inner.average.weight)
+
+
+def test_evaluation_data_that_no_one_can_judge_is_refused() -> None:
+    trainer = make(Experts)
+    trainer.algorithm, trainer.eval_data = nn.MSELoss(), rows()
+    with pytest.raises(ConfigError, match="eval_data: Experts has no loss outside of its train_step"):
+        trainer.fit()
 
 
 @pytest.mark.parametrize("kind", [Keeper, ModuleKeeper, Dictated])
