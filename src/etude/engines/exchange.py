@@ -40,8 +40,15 @@ class GradientExchange:
         self._touched: set[int] = set()
         self._averaged: dict[int, Tensor] = {}
         self._queued = False
-        for parameter in self.params:
+        self._hooks: list[Any] = [
             parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            for parameter in self.params
+        ]
+
+    def close(self) -> None:
+        """Let go of the parameters: a backward pass after training concerns no other rank."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _note(self, parameter: Tensor) -> None:
         self._touched.add(self._place[parameter])  # type: ignore[index]  # hooks sit on parameters

@@ -54,6 +54,7 @@ class ManualStepper:
         self._exchange: GradientExchange | None = None
         if isinstance(session.strategy, Replicated):
             self._exchange = GradientExchange(session.group, session.optimizations, session.names, session.pulse)
+            session.at_exit(self._exchange.close)
         for name, optimization in session.optimizations.items():
             optimization.optimizer.register_step_pre_hook(self._make_hook(name))
 

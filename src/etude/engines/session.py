@@ -175,6 +175,10 @@ class Session:
             callbacks.append(ShowProgress())
         self.callbacks = CallbackGroup(callbacks)
 
+    def at_exit(self, function: Callable[[], Any]) -> None:
+        """Have something done when the session ends, however it does."""
+        self._exits.callback(function)
+
     def close(self, error: BaseException | None) -> None:
         """End the session; `error` says why, if it did not end well."""
         if error is not None and hasattr(self, "callbacks"):

@@ -99,6 +99,17 @@ def test_ranks_that_use_different_experts_take_the_step_of_one_process(tmp_path:
     assert result.metrics["train/twice"] == pytest.approx(2 * result.metrics["train/loss"])
 
 
+def test_a_policy_may_be_used_by_one_rank_alone_after_training(tmp_path: Path) -> None:
+    def work() -> None:
+        trainer = make(Experts, batch_size=2, training_steps=1)
+        trainer.fit()
+        if trainer.rank == 0:
+            trainer.policy["trunk"](torch.ones(1, 3)).sum().backward()
+        trainer.fit()
+
+    assert run_ranks(work, 2, timeout_s=60) == [0, 0]
+
+
 class Apart(Experts):
     """Steps only the optimizer of the expert it used."""
 
