@@ -56,7 +56,7 @@ class Module(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -58,7 +58,7 @@ def cosine(steps: int) -> Callable[[int], float]:
 
 def bare(model: nn.Module, batches: list[Batch], steps: int) -> float:
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "metrics.jsonl", "w") as log:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine(steps))
         window = 0.0
         started = time.process_time()
@@ -125,7 +125,7 @@ def lightning_trainer(model: nn.Module, batches: list[Batch], steps: int) -> flo
             self.spent += time.process_time()
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine(steps))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -145,7 +145,7 @@ def fabric(model: nn.Module, batches: list[Batch], steps: int) -> float:
     import lightning
 
     runtime = lightning.Fabric(accelerator="cpu")
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(plain, cosine(steps))
     wrapped, optimizer = runtime.setup(model, plain)
     loader = runtime.setup_dataloaders(torch.utils.data.DataLoader(_Repeat(batches, steps), batch_size=None))
@@ -169,7 +169,7 @@ def accelerate_loop(model: nn.Module, batches: list[Batch], steps: int) -> float
     from accelerate import Accelerator
 
     runtime = Accelerator(cpu=True)
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(plain, cosine(steps))
     loader = torch.utils.data.DataLoader(_Repeat(batches, steps), batch_size=None)
     wrapped, optimizer, loader, schedule = runtime.prepare(model, plain, loader, scheduler)

@@ -68,6 +68,7 @@ class Registry(Generic[T]):
         *,
         noun: str | None = None,
         supplied: Iterable[str] = (),
+        supplied_to_builtins: Iterable[str] = (),
         functions: bool = True,
     ) -> None:
         """Make a registry.
@@ -79,12 +80,15 @@ class Registry(Generic[T]):
             entry_point_group: The group of Python entry points to read; `etude.<name>` unless given.
             noun: One component, for error messages.
             supplied: Parameters that the framework passes itself and a configuration may not.
+            supplied_to_builtins: Further such parameters of the built-in components; for others they are their own.
             functions: Whether a function that returns such a component will do.
         """
         self.name = name
         self.noun = noun or name.removesuffix("s")
         self.entry_point_group = entry_point_group or f"etude.{name}"
         self.supplied = frozenset(supplied)
+        self._supplied_to_builtins = frozenset(supplied_to_builtins)
+        self._builtins = frozenset(builtins or ())
         self._protocols = protocols
         self._functions = functions
         self._signatures: dict[str, tuple[Any, Signature]] = {}
@@ -185,6 +189,14 @@ class Registry(Generic[T]):
     def __repr__(self) -> str:
         return f"Registry({self.name}: {', '.join(sorted(self._entries))})"
 
+    def is_builtin(self, key: str) -> bool:
+        """Tell whether a key is one of Etude's own."""
+        return key in self._builtins
+
+    def supplied_to(self, key: str) -> frozenset[str]:
+        """Return the parameters of a component that the framework passes itself."""
+        return self.supplied | self._supplied_to_builtins if self.is_builtin(key) else self.supplied
+
     # ---- telling -----------------------------------------------------------------------------------------------------
 
     def signature(self, key: str) -> Signature:
@@ -201,7 +213,9 @@ class Registry(Generic[T]):
             found = replace(found, summary=own.summary if own else "")
         if found is None:
             found, entry = read_runtime(self.get(key)), self._entries[key]
-        signature = found.without(self.supplied)
+        if self.name == "losses":
+            found = _with_build(found, self.get(key))
+        signature = found.without(self.supplied_to(key))
         self._signatures[key] = entry, signature
         return signature
 
@@ -405,7 +419,8 @@ OPTIMIZER_BUILDER_REGISTRY: Registry[protocols.OptimizerFactory] = Registry(
         for key, where in _TORCH_OPTIMIZERS.items()
     },
     noun="optimizer",
-    supplied=("params", "lr", "weight_decay"),
+    supplied=("params",),
+    supplied_to_builtins=("lr", "weight_decay"),
     functions=False,
 )
 LOSS_BUILDER_REGISTRY: Registry[protocols.LossFactory] = Registry(
@@ -452,6 +467,23 @@ REGISTRIES: dict[str, Registry[Any]] = {
         TASK_REGISTRY, REWARD_REGISTRY,
     )
 }  # fmt: skip
+
+
+def build_parameters(factory: Any) -> list[str]:
+    """Name the parameters of a loss factory that its `build` takes, and not its constructor."""
+    from etude.signatures import read_runtime
+
+    at_once = read_runtime(factory)
+    late = read_runtime(partial(factory.build, None))
+    return [p.name for p in late.parameters if at_once.get(p.name) is None]
+
+
+def _with_build(own: Signature, factory: Any) -> Signature:
+    from etude.signatures import read_runtime
+
+    late = read_runtime(partial(factory.build, None))
+    names = build_parameters(factory)
+    return replace(own, parameters=own.parameters + tuple(p for p in late.parameters if p.name in names))
 
 
 def is_dataset_factory(component: Any) -> bool:
@@ -532,7 +564,8 @@ def _load_file(path: str) -> None:
     name = "etude_plugin_" + os.path.splitext(os.path.basename(real))[0]
     while name in sys.modules:
         name += "_"
-    spec = importlib.util.spec_from_file_location(name, real)
+    # As a package of its folder, a file may import its siblings: `from .sibling import x`.
+    spec = importlib.util.spec_from_file_location(name, real, submodule_search_locations=[os.path.dirname(real)])
     if spec is None or spec.loader is None:
         raise ImportError("not a Python file")
     module = importlib.util.module_from_spec(spec)
@@ -540,7 +573,8 @@ def _load_file(path: str) -> None:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        for loaded in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
+            del sys.modules[loaded]
         raise
     _PLUGIN_FILES[real] = name
 

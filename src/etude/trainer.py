@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from etude.algorithms.function import as_algorithm, ask_policy
 from etude.callbacks import Callback
 from etude.config.training import TrainingConfiguration
 from etude.data.coerce import as_data, held_out
 from etude.duration import Progress
+from etude.engines.kept import Kept, tensors_of
+from etude.engines.manual import wanted_arguments
 from etude.engines.optimizers import Optimization, assign_parameters, build_optimizer
+from etude.engines.precision import cast_floating
 from etude.engines.schedule import make_schedule
 from etude.engines.session import Session
 from etude.errors import ConfigError
@@ -24,6 +30,7 @@ from etude.types import Result
 if TYPE_CHECKING:
     from etude.rollouts.harness import Harness
 
+log = logging.getLogger("etude")
 Optimizers = Optimizer | Optimization | Mapping[str, Optimizer | Optimization]
 
 
@@ -63,8 +70,8 @@ class Trainer:
 
         Args:
             policy: What is trained. A policy that takes its shapes from the data is built when training starts.
-            data: A dataset, a DataLoader, an iterable, a dictionary of tensors, or an `etude.Data`.
-            algorithm: How a batch becomes a loss; None asks the policy (`policy(batch)`).
+            data: A dataset, a DataLoader, an iterable, a dictionary of tensors, a pair (X, Y), or an `etude.Data`.
+            algorithm: How a batch becomes a loss; None asks the policy (`policy(batch)`). A function of these will do.
             engine: How a loss becomes an update: a key of the engine registry, or an engine.
             config: Length, optimisation, cadence and safety.
             sampler: Makes rollouts to learn from, in place of policy and data.
@@ -87,7 +94,7 @@ class Trainer:
             raise ConfigError(f"policy must be a torch.nn.Module, got {type(policy).__name__}")
         self.policy = policy
         self.data: Data = as_data(data)
-        self.algorithm, self.engine = algorithm, engine
+        self.algorithm, self.engine = as_algorithm(algorithm) if self._asks_algorithm else algorithm, engine
         self.run_request = run
         self.run: Run | None = run if isinstance(run, Run) else None
         self.callbacks = list(callbacks)
@@ -120,7 +127,7 @@ class Trainer:
         """Return a `Loss`, or `{"loss": mean, ...}`, or a scalar mean."""
         if self.harness is not None:
             return self.data.loss(batch)  # type: ignore[attr-defined]
-        return policy(batch) if self.algorithm is None else self.algorithm.loss(policy, batch)
+        return ask_policy(policy, batch) if self.algorithm is None else self.algorithm.loss(policy, batch)
 
     def configure_optimizers(self) -> Optimizers:
         """Return named optimizers, or one; the default follows `config.optimizer` or `config.optimizers`.
@@ -216,6 +223,10 @@ class Trainer:
         return hasattr(self, "train_step")
 
     @property
+    def _asks_algorithm(self) -> bool:
+        return not self.is_manual and self.harness is None and type(self).compute_loss is Trainer.compute_loss
+
+    @property
     def prepares_batches(self) -> bool:
         """Whether `prepare_batch` does anything."""
         return type(self).prepare_batch is not Trainer.prepare_batch or hasattr(self.algorithm, "prepare")
@@ -242,6 +253,8 @@ class Trainer:
         """Call the trainer's own `train_step` with a prepared batch on the right device."""
         from etude.data.device import to_device
 
+        if self.session.normalize is not None:
+            batch = self.session.normalize(batch)
         batch = self.session.precision.cast_batch(batch) if self.config.precision == "float64" else batch
         return self.train_step(self.prepare_batch(to_device(batch, self.session.group.device)))  # type: ignore[attr-defined]
 
@@ -254,13 +267,44 @@ def wrap_train_step(kind: Callable[..., TrainStep], params: Mapping[str, Any]) -
     """Return a Trainer that leaves the update to a class made from (models, optimizers, loss, device)."""
 
     class StepTrainer(Trainer):
-        """Runs the `train_step` of a class that knows nothing of Etude."""
+        """Runs the `train_step` of a class that knows nothing of Etude, and saves what that class keeps."""
+
+        inner: TrainStep
+
+        def start_manual(self) -> None:
+            """Make the inner trainer: before a checkpoint is taken up, with the same random numbers on every rank."""
+            device = self.session.group.device
+            models: Any = self.policy if isinstance(self.policy, nn.ModuleDict) else {"policy": self.policy}
+            optimizers, loss = self.optimizers, self.algorithm
+            if self.eval_data is not None and loss is not None and not hasattr(loss, "loss"):
+                raise ConfigError(
+                    f"eval_data: {kind.__name__} has no loss outside of its train_step; leave eval_data out, and "
+                    "evaluate in a callback"
+                )
+            if isinstance(loss, nn.Module):
+                loss.to(device)
+            self.inner = kind(models, optimizers, loss, device, **params)
+            self._kept = Kept(self.inner, [models, optimizers, loss, *optimizers.values(), *tensors_of(self.policy)])
+            self._wanted = wanted_arguments(self.inner.train_step)
+            if self._kept.left_out and self.session.group.is_main:
+                log.warning(
+                    "%s keeps %s, which cannot be saved: a resumed run goes on without; give the trainer state_dict "
+                    "and load_state_dict if it matters", kind.__name__, ", ".join(self._kept.left_out[:5])
+                )  # fmt: skip
 
         def train_step(self, batch: Any) -> Mapping[str, Any]:
-            """Pass the batch on; the inner trainer is made once everything it needs is there."""
-            if not hasattr(self, "inner"):
-                models = self.policy if isinstance(self.policy, nn.ModuleDict) else {"policy": self.policy}
-                self.inner = kind(models, self.optimizers, self.algorithm, self.session.group.device, **params)
-            return self.inner.train_step(batch)
+            """Pass the batch on, with what the inner trainer asks for of epoch, total_epochs and iterations."""
+            if self.config.precision != "float64":  # which has been cast to already
+                batch = cast_floating(batch, torch.float32)
+            told = self.session.counters() if self._wanted else {}
+            return self.inner.train_step(batch, **{name: told[name] for name in self._wanted})
+
+        def state_dict(self) -> dict[str, Any]:
+            """Return what the inner trainer keeps."""
+            return self._kept.state_dict()
+
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            """Give the inner trainer back what it kept."""
+            self._kept.load_state_dict(state)
 
     return StepTrainer

@@ -221,6 +221,16 @@ def test_what_is_wrong_with_a_plugin_is_told(tmp_path: Path, text: str, message:
     assert message in str(caught.value)
 
 
+def test_a_plugin_file_may_import_its_siblings(tmp_path: Path) -> None:
+    (tmp_path / "sizes.py").write_text("WIDTH = 7\n")
+    for name in ("plugone", "plugtwo"):
+        text = "from .sizes import WIDTH\n" + PLUGIN.format(key=name)
+        (tmp_path / f"{name}.py").write_text(text)
+    load_plugins([str(tmp_path / "plugone.py"), str(tmp_path / "plugtwo.py")])
+    assert {"plugone", "plugtwo"} <= set(CALLBACK_REGISTRY.keys())
+    assert sys.modules["etude_plugin_plugone"].WIDTH == 7
+
+
 def test_a_plugin_is_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "plugcwd.py").write_text(PLUGIN.format(key="four"))
     monkeypatch.chdir(tmp_path)

@@ -58,7 +58,7 @@ def test_training_equals_a_loop_written_by_hand() -> None:
     trainer = make(training_steps=5, shuffle=False, clip_norm=None)
     trainer.fit()
     policy, data = net(), rows()
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
     for step in range(5):
         x, y = (data[k][step * 8 : step * 8 + 8] for k in ("x", "y"))
         optimizer.zero_grad()
@@ -532,3 +532,102 @@ def test_the_policy_must_be_a_module() -> None:
 
 def test_train_is_another_name_for_fit() -> None:
     assert make().train().steps == 10
+
+
+# -- what Python says when something does not fit ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"learning_rate": 1}, "TrainingConfiguration: learning_rate: unknown key; did you mean 'lr'?"),
+        ({"max_steps": 1}, "TrainingConfiguration: max_steps: unknown key; did you mean 'training_steps'?"),
+        (
+            {"lr": "fast"},
+            "lr: should be a valid number, unable to parse string as a number, got 'fast'",
+        ),
+        ({"batch_size": 0}, "TrainingConfiguration: batch_size: should be greater than or equal to 1, got 0"),
+        ({"optimizers": {"a": {"lrr": 1}}}, "optimizers.a.lrr: unknown key; did you mean 'lr'?"),
+    ],
+)
+def test_a_wrong_setting_is_told_as_in_a_file(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainingConfiguration(**settings)
+    assert message in str(caught.value)
+
+
+class NoBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self) -> Tensor:
+        return self.layer.weight.sum()
+
+
+@pytest.mark.parametrize("policy", [NoBatch(), nn.Linear(4, 1)])
+def test_a_module_whose_forward_takes_no_batch_is_told_in_one_sentence(policy: nn.Module) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(Trainer, policy=policy).fit()
+    sentence = f"the forward of {type(policy).__name__} does not take a batch (a dictionary with x, y); define forward"
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mistake_inside_of_a_policy_stays_what_it_is() -> None:
+    class Broken(NoBatch):
+        def forward(self, batch: Any) -> Any:  # type: ignore[override]
+            return batch["x"] + None
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        make(Trainer, policy=Broken()).fit()
+
+
+@pytest.mark.parametrize("algorithm", [nn.functional.mse_loss, nn.MSELoss(), "own"])
+def test_a_pair_of_tensors_and_a_function_train(algorithm: Any) -> None:
+    def own(policy: Any, batch: Any) -> Tensor:
+        x, y = batch
+        return (policy(x) - y).square().mean()
+
+    data = rows()
+    found = make(Trainer, data=(data["x"], data["y"].numpy()), algorithm=own if algorithm == "own" else algorithm)
+    found.fit()
+    expected = make(Trainer, algorithm=lambda policy, batch: (policy(batch["x"]) - batch["y"]).square().mean())
+    expected.fit()
+    assert same(weights(found), weights(expected))
+    assert found.algorithm.compares is (algorithm != "own")
+
+
+@pytest.mark.parametrize(
+    "algorithm, message",
+    [
+        (nn.MSELoss, r"algorithm is the class MSELoss, not an object; write MSELoss\(\.\.\.\)"),
+        ("grpo", "algorithm is the text 'grpo'; in Python give the object"),
+        (3, r"algorithm must have loss\(policy, batch\) or be a function of them, got int"),
+        (lambda batch: 0, r"cannot be an algorithm: it takes \(batch\), not \(policy, batch\)"),
+    ],
+)
+def test_what_cannot_be_an_algorithm_is_refused(algorithm: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(Trainer, algorithm=algorithm)
+
+
+def test_a_loss_of_pairs_with_other_batches_is_told() -> None:
+    with pytest.raises(ConfigError, match="mse_loss compares a prediction with a target, which needs batches that are"):
+        make(Trainer, algorithm=nn.functional.mse_loss).fit()
+
+
+def test_features_and_targets_must_be_equally_long() -> None:
+    with pytest.raises(DataError, match="equally long"):
+        make(Trainer, data=(torch.zeros(4, 4), torch.zeros(3, 1)))
+
+
+def test_another_architecture_in_the_same_run_is_told(tmp_path: Path) -> None:
+    make(run=tmp_path / "run", training_steps=3).fit()
+    wider = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.0), nn.Linear(16, 1))
+    with pytest.raises(CheckpointError) as caught:
+        make(run=tmp_path / "run", policy=wider).fit()
+    assert str(caught.value) == (
+        "the checkpoint does not fit the policy, which has another architecture (0.weight is (8, 4) there and (16, 4) "
+        "here and 2 more differ); give another run, or resume='never' to start afresh"
+    )

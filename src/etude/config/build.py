@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from etude.config.load import Loaded
 from etude.config.schema import Component
 from etude.errors import ConfigError, EtudeError
-from etude.registry import REGISTRIES, is_dataset_factory, is_train_step
+from etude.registry import REGISTRIES, build_parameters, is_dataset_factory, is_train_step
 from etude.secrets import redact
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def build(loaded: Loaded, *, run: str | Path | Run | None = None) -> Trainer:
         data = maker.data(config.data, "data")
         eval_data = None if config.eval_data is None else maker.data(config.eval_data, "eval_data")
         algorithm = None if config.algorithm is None else maker.make("algorithms", config.algorithm, "algorithm")
+        if config.loss is not None:
+            algorithm = maker.loss(config.loss)
         callbacks = maker.make_all("callbacks", config.callbacks)
     arguments: dict[str, Any] = {
         "engine": maker.make("engines", config.engine, "engine"),
@@ -110,10 +112,21 @@ class _Maker:
                 f"{self.loaded.origin(path)}: {path}: build() of {component.type!r} must return {{'dataset': ...}}"
             )
         self._refuse_unread(params, path, component.type)
-        dataset = built["dataset"]
-        if built.get("norm_stats") is not None and not hasattr(dataset, "norm_stats"):
-            dataset.norm_stats = built["norm_stats"]
-        return dataset
+        if built.get("norm_stats") is None:
+            return built["dataset"]
+        from etude.data.coerce import as_data
+
+        data: Any = as_data(built["dataset"])
+        data.norm_stats = built["norm_stats"]  # what the loop normalises batches by
+        return data
+
+    def loss(self, component: Component) -> Any:
+        """Ask a loss factory for its module; its parameters go to the constructor, or to `build` if that takes them."""
+        factory: Any = REGISTRIES["losses"].get(component.type)
+        late = build_parameters(factory)
+        first = {name: value for name, value in component.params.items() if name not in late}
+        rest = {name: value for name, value in component.params.items() if name in late}
+        return self.call(lambda: factory(**first).build(**rest), "loss")
 
     def _refuse_unread(self, params: ReadOnce, path: str, key: str) -> None:
         unread = [f"{path}.params.{name}" for name in params if name not in params.seen]

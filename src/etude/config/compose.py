@@ -15,7 +15,7 @@ from etude.errors import ConfigError
 from etude.registry import is_plugin_file
 from etude.secrets import redact
 
-COMPONENTS = ("policy", "data", "eval_data", "algorithm", "trainer", "engine")
+COMPONENTS = ("policy", "data", "eval_data", "algorithm", "loss", "trainer", "engine")
 COMPONENT_LISTS = ("loggers", "callbacks")
 
 

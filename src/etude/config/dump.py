@@ -8,6 +8,7 @@ from etude.config import yaml12
 from etude.config.compose import COMPONENT_LISTS, COMPONENTS
 from etude.config.interpolate import Interpolation, escape
 from etude.config.schema import ExperimentConfig
+from etude.registry import REGISTRIES
 
 if TYPE_CHECKING:
     from etude.config.load import Loaded
@@ -31,8 +32,22 @@ def plain(config: ExperimentConfig, raw: dict[str, Any], *, escaped: bool = True
                 ordered[name] = given
         else:
             ordered[name] = _overlay(tree[name], raw[name]) if name in raw else tree[name]
+    _leave_rates_to_factories(config, ordered["training"])
     cleaned: dict[str, Any] = _clean(ordered, escaped)
     return cleaned
+
+
+def _leave_rates_to_factories(config: ExperimentConfig, training: Any) -> None:
+    """Leave unsaid what an optimizer factory decides by itself: written out, our default would replace its own."""
+    known = REGISTRIES["optimizers"]
+    if isinstance(training, dict):
+        sections: list[tuple[Any, str, Any]] = [(config.training, config.training.optimizer, training)]
+        for name, section in config.training.optimizers.items():
+            sections.append((section, section.type, (training.get("optimizers") or {}).get(name)))
+        for section, kind, written in sections:
+            for name in {"lr", "weight_decay"} - section.model_fields_set:
+                if isinstance(written, dict) and not known.is_builtin(kind):
+                    written.pop(name, None)
 
 
 def _component(given: Any) -> Any:

@@ -12,10 +12,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, PydanticSchemaGenerationError, SecretBytes, SecretStr, TypeAdapter, ValidationError
 
 from etude.config.interpolate import Interpolation
+from etude.config.nested import check_nested
 from etude.config.origins import Problem
 from etude.config.wording import explain_errors, show, unknown
 from etude.config.yaml12 import Path
 from etude.signatures import Signature
+from etude.signatures.nested import find_nested
 
 
 def check_params(
@@ -33,6 +35,9 @@ def check_params(
         parameter = signature.get(name)
         if parameter is not None:
             accepted[name], found = check_value(parameter.annotation, value, stored.get(name), (*path, name))
+            said = find_nested(parameter.annotation)
+            if said is not None and not found:
+                found = check_nested(said, value, stored.get(name), (*path, name), given, _check_inside)
             problems += found
         elif name in supplied:
             problems.append(Problem((*path, name), "is passed by the framework and cannot be set here"))
@@ -41,6 +46,13 @@ def check_params(
         else:
             problems.append(Problem((*path, name), unknown(name, names)))
     return accepted, problems
+
+
+def _check_inside(
+    signature: Signature, given: Mapping[str, Any], stored: Any, path: Path, supplied: frozenset[str]
+) -> list[Problem]:
+    inner = stored if isinstance(stored, Mapping) else dict.fromkeys(given, stored)
+    return check_params(signature, given, inner, path, supplied)[1]
 
 
 def check_value(annotation: Any, value: Any, stored: Any, path: Path) -> tuple[Any, list[Problem]]:

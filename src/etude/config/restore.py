@@ -51,12 +51,16 @@ def _restore(run: Path, checkpoint: Checkpoint) -> nn.Module:
     tree = checkpoint.tree
     description = tree.get("session", {}).get("policy")
     policy: Any = _describe(description, checkpoint.path, run) if description else _build(run)
-    weights = {**tree["policy"], **tree.get("ema", {})}
+    weights = {**tree["policy"], **tree.get("shown", {}), **tree.get("ema", {})}
     try:
         policy.load_state_dict(weights)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{checkpoint.path}: the weights do not fit the policy: {reason}") from None
+    if "norm_stats" in tree:
+        from etude.policies.normalize import BatchStatistics, act_in_data_units
+
+        act_in_data_units(policy, BatchStatistics(tree["norm_stats"]))
     module: nn.Module = policy.eval()
     return module
 

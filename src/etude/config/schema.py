@@ -78,6 +78,8 @@ class ExperimentConfig(Guarded):
     """What evaluation measures the loss on."""
     algorithm: AnyComponent | None = None
     """How a batch becomes a loss; null asks the policy."""
+    loss: AnyComponent | None = None
+    """The loss module of a trainer that is made from (models, optimizers, loss, device), from the loss registry."""
     trainer: AnyComponent | None = None
     """The trainer class; null takes `etude.Trainer`."""
     engine: AnyComponent = Component(type="torch")

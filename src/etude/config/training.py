@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -15,12 +16,14 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     PlainSerializer,
+    ValidationError,
     WithJsonSchema,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from etude.duration import Duration
+from etude.errors import ConfigError
 
 DurationField = Annotated[
     Duration,
@@ -28,10 +31,64 @@ DurationField = Annotated[
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"type": ["integer", "string"], "examples": [500, "2 epochs", "30 min"]}),
 ]
+OTHER_WORDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("learning_rate", "learningrate", "rate", "eta", "alpha"), ("lr",)),
+    **dict.fromkeys(("max_steps", "steps", "num_steps", "total_steps", "iterations"), ("training_steps",)),
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs", "num_train_epochs", "epoch"), ("duration",)),
+    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size", "bs"), ("batch_size",)),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clip_val", "clip"), ("clip_norm",)),
+    **dict.fromkeys(("accumulate_grad_batches", "accumulation_steps"), ("gradient_accumulation_steps",)),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type"), ("schedule",)),
+    **dict.fromkeys(("eval_every", "eval_steps", "val_check_interval"), ("evaluate_every",)),
+    **dict.fromkeys(("save_steps", "checkpoint_every", "save_interval"), ("save_every",)),
+    **dict.fromkeys(("logging_steps", "log_every_n_steps", "log_interval"), ("log_every",)),
+    **dict.fromkeys(("amp", "dtype", "mixed_precision"), ("precision",)),
+}
+"""What other libraries call our settings."""
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)  # which pydantic does not name in public
+
 Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt"]
 
 
-class Section(BaseModel):
+class _SaysWhatIsWrong(ModelMetaclass):
+    """Makes a mistake in Python read as one in a file does; files are validated another way, and keep their lines."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            words = [_explain(cls, problem) for problem in error.errors(include_url=False)]
+            raise ConfigError(f"{cls.__name__}: {'; '.join(words)}") from None
+
+
+def _explain(kind: Any, problem: Any) -> str:
+    from difflib import get_close_matches
+
+    *above, name = problem["loc"] or ("",)
+    place = ".".join(map(str, problem["loc"]))
+    if problem["type"] != "extra_forbidden":
+        message = problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
+        return f"{place}: {message}" + ("" if problem["type"] == "value_error" else f", got {problem['input']!r}")
+    for part in above:
+        inner = kind.model_fields.get(part)
+        kind = kind if inner is None else next(_sections(inner.annotation), kind)
+    known = list(kind.model_fields)
+    near = next((word for word in OTHER_WORDS.get(str(name), ()) if word in known), None)
+    near = near or next(iter(get_close_matches(str(name), known, n=1, cutoff=0.6)), None)
+    return f"{place}: unknown key" + (f"; did you mean {near!r}?" if near else f"; known: {', '.join(known)}")
+
+
+def _sections(annotation: Any) -> Iterator[Any]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections(inner)
+
+
+class Section(BaseModel, metaclass=_SaysWhatIsWrong):
     """Base of every configuration section: frozen, unknown keys refused, help text under each field."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
@@ -187,14 +244,21 @@ class TrainingConfiguration(Section):
         """Return the optimizers by name: the ones listed, or the single one of the top-level fields as `policy`."""
         if self.optimizers:
             return self.optimizers
-        single = OptimizerConfiguration(
-            type=self.optimizer,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            params=self.optimizer_params,
-            schedule=self.schedule,
-            warmup_steps=self.warmup_steps,
-            min_lr_ratio=self.min_lr_ratio,
-            clip_norm=self.clip_norm,
-        )
-        return {"policy": single}
+        single = {
+            "match": ["*"],
+            "type": self.optimizer,
+            "lr": self.lr,
+            "weight_decay": self.weight_decay,
+            "params": self.optimizer_params,
+            "schedule": self.schedule,
+            "warmup_steps": self.warmup_steps,
+            "min_lr_ratio": self.min_lr_ratio,
+            "clip_norm": self.clip_norm,
+        }
+        # Checked already, and what was left unsaid stays so: an optimizer factory then keeps a rate of its own.
+        return {"policy": OptimizerConfiguration.model_construct(set(single) - self._unsaid(), **single)}
+
+    def _unsaid(self) -> set[str]:
+        fields, base = type(self).model_fields, TrainingConfiguration.model_fields
+        names = {"lr", "weight_decay"} - self.model_fields_set
+        return {name for name in names if fields[name].default == base[name].default}

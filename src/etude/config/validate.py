@@ -8,19 +8,23 @@ from pydantic import ValidationError
 
 from etude.config.compose import COMPONENT_LISTS, COMPONENTS
 from etude.config.interpolate import Interpolated, Interpolation
-from etude.config.origins import Problem, lookup
+from etude.config.origins import Problem, dotted, lookup
 from etude.config.params import check_params, find_misfits
 from etude.config.schema import SCHEMA_VERSION, Component, ExperimentConfig
+from etude.config.training import OptimizerConfiguration
 from etude.config.wording import explain_errors
 from etude.config.yaml12 import Path
 from etude.errors import RegistryError
-from etude.registry import REGISTRIES, Registry, is_dataset_factory, load_plugins
+from etude.registry import REGISTRIES, Registry, is_dataset_factory, is_train_step, load_plugins
+from etude.signatures import Signature
 
 KINDS = {
-    "policy": "policies", "data": "data", "eval_data": "data", "algorithm": "algorithms", "trainer": "trainers",
-    "engine": "engines", "loggers": "loggers", "callbacks": "callbacks",
+    "policy": "policies", "data": "data", "eval_data": "data", "algorithm": "algorithms", "loss": "losses",
+    "trainer": "trainers", "engine": "engines", "loggers": "loggers", "callbacks": "callbacks",
 }  # fmt: skip
 """The registry of each key that holds components."""
+RATES = ("lr", "weight_decay")
+"""What a section says beside an optimizer's parameters, and a registered factory may also take among them."""
 
 
 def validate(tree: Interpolated) -> tuple[ExperimentConfig | None, list[Problem]]:
@@ -45,6 +49,7 @@ def validate(tree: Interpolated) -> tuple[ExperimentConfig | None, list[Problem]
         accepted[path] = params
         problems += found
     problems += _check_optimizers(values, stored)
+    problems += _check_loss(values)
     if config is None or problems:
         return None, problems
     return _with_params(config, accepted), []
@@ -92,27 +97,43 @@ def _check_component(
         return dict(params), []  # its `build` takes them as they are; what it leaves unread is refused there
     kept = stored.get("params") if isinstance(stored, dict) else stored
     inner = kept if isinstance(kept, dict) else dict.fromkeys(params, kept)
-    return check_params(signature, params, inner, (*path, "params"), registry.supplied)
+    return check_params(signature, params, inner, (*path, "params"), registry.supplied_to(key))
+
+
+def _check_loss(values: dict[str, Any]) -> list[Problem]:
+    """Refuse a loss that nobody would be given."""
+    if not isinstance(values.get("loss"), dict):
+        return []
+    if values.get("algorithm") is not None:
+        return [Problem(("loss",), "stands beside an algorithm, which makes the loss; leave one of them out")]
+    trainer = values.get("trainer")
+    key = trainer.get("type") if isinstance(trainer, dict) else "trainer"
+    registry = REGISTRIES["trainers"]
+    if isinstance(key, str) and key in registry and not registry.is_builtin(key):
+        if is_train_step(registry.get(key)):
+            return []
+    elif isinstance(trainer, dict) and key != "trainer":
+        return []  # the trainer is what is wrong
+    return [Problem(("loss",), "is for a trainer made from (models, optimizers, loss, device); name it as trainer")]
 
 
 def _check_optimizers(values: dict[str, Any], stored: dict[str, Any]) -> list[Problem]:
     training = values.get("training")
     if not isinstance(training, dict):
         return []
-    sections: list[tuple[Path, str, Any, Any]] = [
-        (("training",), "optimizer", training.get("optimizer", "adamw"), training.get("optimizer_params"))
-    ]
+    sections: list[tuple[Path, str, dict[str, Any]]] = [(("training",), "optimizer", training)]
     several = training.get("optimizers")
     for name, section in several.items() if isinstance(several, dict) else ():
         if isinstance(section, dict):
-            inside: Path = ("training", "optimizers", name)
-            sections.append((inside, "type", section.get("type", "adamw"), section.get("params")))
+            sections.append((("training", "optimizers", name), "type", section))
     problems = []
-    for path, key_name, key, params in sections:
+    for path, key_name, section in sections:
+        key = section.get(key_name, "adamw")
         if not isinstance(key, str):
             continue
         registry = REGISTRIES["optimizers"]
-        where = (*path, "optimizer_params" if key_name == "optimizer" else "params")
+        field = "optimizer_params" if key_name == "optimizer" else "params"
+        where, params = (*path, field), section.get(field)
         given = params if isinstance(params, dict) else {}
         try:
             # Reading torch's source takes 30 ms; without parameters there is nothing to compare with it.
@@ -120,11 +141,32 @@ def _check_optimizers(values: dict[str, Any], stored: dict[str, Any]) -> list[Pr
                 continue
             kept = lookup(stored, where)
             inner = kept if isinstance(kept, dict) else dict.fromkeys(given, kept)
-            problems += check_params(registry.signature(key), given, inner, where, registry.supplied)[1]
+            signature = registry.signature(key)
+            if not registry.is_builtin(key):
+                problems += _check_rates(key, signature, section, given, path, where)
+                signature = signature.without(name for name in RATES if name not in given)
+            problems += check_params(signature, given, inner, where, registry.supplied_to(key))[1]
         except RegistryError as error:
             shown = lookup(stored, (*path, key_name))
             hidden = isinstance(shown, Interpolation)
             problems.append(Problem((*path, key_name), f"{shown} names no optimizer" if hidden else str(error)))
+    return problems
+
+
+def _check_rates(
+    key: str, signature: Signature, section: dict[str, Any], given: dict[str, Any], path: Path, where: Path
+) -> list[Problem]:
+    """Find a rate that is said twice, and one that a factory would not take."""
+    problems = []
+    for name in RATES:
+        if name in section and name in given:
+            problems.append(Problem((*where, name), f"is said twice; leave it out here or at {dotted((*path, name))}"))
+        elif name in section and signature.get(name) is None and not signature.open:
+            # What runs of before have stored says every default, so a default that nobody takes is no mistake.
+            default = OptimizerConfiguration.model_fields[name].default
+            if section[name] != default:
+                takes = ", ".join(p.name for p in signature.parameters) or "none"
+                problems.append(Problem((*path, name), f"would do nothing: optimizer {key!r} takes {takes}"))
     return problems
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from etude.config.interpolate import Interpolation
 from etude.config.origins import Problem
+from etude.config.training import OTHER_WORDS
 from etude.config.yaml12 import Path
 from etude.registry import did_you_mean
 
@@ -36,7 +37,8 @@ def show(value: Any) -> str:
 
 def unknown(key: str, known: list[str]) -> str:
     """Say that a key is unknown, and which one may be meant."""
-    near = did_you_mean(key, known)
+    other = next((word for word in OTHER_WORDS.get(key, ()) if word in known), None)
+    near = did_you_mean(key, known) if other is None else f"; did you mean {other!r}?"
     if near or not known:
         return f"unknown key{near}"
     listed = ", ".join(known) if len(known) <= 12 else ", ".join(known[:12]) + ", ..."

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from etude.data.columns import Columns
+from etude.data.columns import Columns, Pairs
 from etude.data.loader import LoaderData, iterates_its_own_way
 from etude.data.map import MapData
 from etude.data.stream import StreamData
@@ -16,7 +18,8 @@ from etude.protocols import Data
 
 _ACCEPTED = (
     "a dataset with __len__ and __getitem__, a DataLoader, an iterable or a function that returns one, "
-    "a dictionary of tensors, a data module with train_dataloader(), or an object with open and take"
+    "a dictionary of tensors, a pair (X, Y) of them, a data module with train_dataloader(), or an object with open "
+    "and take"
 )
 
 
@@ -27,6 +30,7 @@ def as_data(source: Any, *, split: str = "train") -> Data:
     - A data module gives its `train_data()` or `train_dataloader()` (with `split="val"` its `eval_data()` or
       `val_dataloader()`).
     - A dictionary of tensors or arrays is a dataset of rows.
+    - A pair `(X, Y)` of tensors or arrays is features and targets, in batches `[x, y]`.
     - What has `__len__` and `__getitem__` is a dataset of samples; lists too. For a list of ready-made batches say
       `StreamData(batches, batched=True)`.
     - Other iterables, and functions that return one, are streams of samples, batched here.
@@ -43,6 +47,8 @@ def as_data(source: Any, *, split: str = "train") -> Data:
         return as_data(_loader_of(source, split))
     if isinstance(source, Mapping):
         return MapData(Columns(source))
+    if _is_pair(source):
+        return MapData(Pairs(*source))
     if isinstance(source, str | bytes | type) or source is None:
         raise _refused(source)
     if isinstance(source, IterableDataset):
@@ -52,6 +58,12 @@ def as_data(source: Any, *, split: str = "train") -> Data:
     if isinstance(source, Iterable) or callable(source):
         return StreamData(source)
     raise _refused(source)
+
+
+def _is_pair(source: Any) -> bool:
+    """Tell whether something is features and targets rather than two samples."""
+    pair = type(source) is tuple and len(source) == 2
+    return pair and all(isinstance(part, Tensor | np.ndarray) and part.ndim > 0 for part in source)
 
 
 def held_out(source: Any) -> Any:

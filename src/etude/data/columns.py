@@ -40,6 +40,25 @@ class Columns:
         return {name: take_rows(column, rows) for name, column in self.columns.items()}
 
 
+class Pairs(Columns):
+    """Features and targets as a dataset, in batches `[x, y]` as a DataLoader makes them of a TensorDataset.
+
+    Args:
+        features: One row a sample.
+        targets: As many rows.
+    """
+
+    def __init__(self, features: Any, targets: Any) -> None:
+        super().__init__({"features": features, "targets": targets})
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(super().__getitem__(index).values())
+
+    def gather(self, indices: Indices, keys: Keys) -> Any:
+        """Return the rows at `indices` as one batch."""
+        return list(super().gather(indices, keys).values())
+
+
 class Rows(Protocol):
     """A column that makes its rows when they are asked for, such as video decoded on the fly."""
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from etude.data.map import MapData
 from etude.data.mixture import Mixture, MixtureData
 from etude.errors import DataError
 from etude.rng import fold, fold_array
+from etude.signatures.nested import ParametersOf
 from etude.types import DataSpec
 
 if TYPE_CHECKING:
@@ -289,7 +290,7 @@ def lerobot_data(
     cameras: list[str] | None = None,
     features: list[str] | None = None,
     exclude: list[str] | None = None,
-    augment: dict[str, Any] | None = None,
+    augment: Annotated[dict[str, Any], ParametersOf("etude.data.augment:Augment")] | None = None,
     cache_gb: float = 4.0,
     cache_dir: str | None = None,
     tolerance_s: float | None = None,

@@ -64,7 +64,7 @@ class PolicyServer:
         self._slots = PolicySlots(policy)
         numbers = sum(math.prod(feature.shape) for feature in self._slots.wanted.values())
         needed = max(MIN_MESSAGE_BYTES, 2 * WORST_BYTES_PER_NUMBER * numbers)
-        self.max_message_bytes = max_message_bytes or needed
+        self.max_message_bytes = needed if max_message_bytes is None else max_message_bytes
         self.actions, self.chunks = Latency(), Latency()
         self._clients = 0
         # One thread computes for all: policies are not made for two at once, and the network stays responsive.

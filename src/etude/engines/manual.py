@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from etude.engines import guard
+from etude.engines.exchange import GradientExchange
 from etude.engines.sharding import local_tensor
 from etude.engines.step import Totals
 from etude.engines.strategy import Replicated
 from etude.errors import ConfigError
-from etude.rng import STREAM_STEP, fold, seed_everything
+from etude.rng import STREAM_INIT, STREAM_STEP, fold, seed_everything
 from etude.types import batch_length
 
 if TYPE_CHECKING:
     from etude.engines.session import Session
 
 
+COUNTERS = ("epoch", "total_epochs", "iterations")
+"""What a `train_step(data, **kwargs)` may ask for beside the batch."""
+
+
+def wanted_arguments(train_step: Callable[..., Any]) -> list[str]:
+    """Return the counters that a `train_step` takes by name."""
+    parameters = list(inspect.signature(train_step).parameters.values())[1:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return list(COUNTERS)
+    return [p.name for p in parameters if p.name in COUNTERS]
+
+
 class ManualStepper:
-    """Calls `train_step`; before each optimizer's own step, gradients are averaged over ranks and must be finite."""
+    """Calls `train_step`; gradients are averaged over ranks, and must be finite before each optimizer's own step."""
 
     def __init__(self, session: Session) -> None:
         config = session.config
@@ -37,19 +51,30 @@ class ManualStepper:
         self.session = session
         self.norms: dict[str, float] = {}
         self._step = 0
+        self._exchange: GradientExchange | None = None
+        if isinstance(session.strategy, Replicated):
+            self._exchange = GradientExchange(session.group, session.optimizations, session.names, session.pulse)
+            session.at_exit(self._exchange.close)
         for name, optimization in session.optimizations.items():
             optimization.optimizer.register_step_pre_hook(self._make_hook(name))
+
+        start = getattr(session.trainer, "start_manual", None)
+        if start is not None:
+            seed_everything(fold(config.seed, STREAM_INIT, 2))
+            start()
 
     def _make_hook(self, name: str) -> Any:
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             session = self.session
             optimization = session.optimizations[name]
-            finding = guard.check_gradients(session.names, optimization.params)
-            if isinstance(session.strategy, Replicated):
-                session.pulse.enter("sync")
-                session.group.average_([p.grad for p in optimization.params if p.grad is not None])
+            if self._exchange is not None:
+                self._exchange.before_step(name)
             _, self.norms[name] = optimization.grad_norm(1.0, session.group.sum)
             if not math.isfinite(self.norms[name]):
+                if self._exchange is not None:
+                    finding = self._exchange.finding
+                else:
+                    finding = guard.check_gradients(session.names, optimization.params)
                 guard.stop(session.group, self._step, finding, session.data.ids(self._step))
             session.pulse.enter("update")
 
@@ -75,10 +100,11 @@ class ManualStepper:
         if session.ema is not None:
             session.ema.update(step)
         weight = float(batch_length(batch))
-        loss = reported.pop("loss", 0.0)
+        # A trainer that reports no `loss` may report the `total` of several.
+        loss = reported.pop("loss") if "loss" in reported else reported.get("total", 0.0)
         session.pulse.enter("sync")
         local = [loss * weight, weight, float(stop_signal), seconds if group.is_main else 0.0, float(env_steps)]
-        total = group.sum(local)
+        total = group.sum(local) if self._exchange is None else self._exchange.end_step(local)
         if not math.isfinite(total[0]):
             guard.stop(group, step, finding or guard.check_losses([loss]), session.data.ids(step))
         for name, value in {"loss": loss, **reported}.items():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from etude.config.training import OptimizerConfiguration
+from etude.engines.kept import Kept
 from etude.engines.schedule import Factor
 from etude.engines.sharding import full_tensor, local_tensor, shard_like
 from etude.errors import CheckpointError, ConfigError
+
+_HOW = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""How a step is computed, not what it comes to."""
 
 
 def torch_optimizers() -> dict[str, type[Optimizer]]:
@@ -48,30 +53,65 @@ class TorchOptimizer:
 
 
 def build_optimizer(config: OptimizerConfiguration, params: list[nn.Parameter]) -> Optimizer:
-    """Build the optimizer that a configuration names: torch's own, or one from the optimizer registry."""
-    options: dict[str, Any] = {"lr": config.lr, **config.params}
-    if config.weight_decay:
-        options["weight_decay"] = config.weight_decay
-    kinds = torch_optimizers()
-    if config.type in kinds:
-        if "fused" in inspect.signature(kinds[config.type]).parameters and _can_fuse(params):
-            # One kernel instead of a loop over parameters: a 13 ms step of a 1.8 M-parameter MLP took 12 % less.
-            options.setdefault("fused", not options.get("foreach"))
-        optimizer = TorchOptimizer(config.type, **options).build(params)
-        optimizer.register_load_state_dict_post_hook(lay_out_state)
-        return optimizer
+    """Build the optimizer that a configuration names: torch's own, or one from the optimizer registry.
+
+    Torch's own get the rate and the weight decay of the configuration always, also where they are 0 or not said: the
+    defaults of torch (0.01 for AdamW) are not ours. A factory's own defaults stand unless the configuration says more.
+    """
+    kind = torch_optimizers().get(config.type)
+    optimizer = _build_registered(config, params) if kind is None else _build_torch(kind, config, params)
+    optimizer.register_load_state_dict_post_hook(lay_out_state)
+    return optimizer
+
+
+def _build_torch(kind: type[Optimizer], config: OptimizerConfiguration, params: list[nn.Parameter]) -> Optimizer:
+    accepted = inspect.signature(kind).parameters
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **config.params}
+    if "weight_decay" not in accepted and not options["weight_decay"]:
+        del options["weight_decay"]  # Rprop, SparseAdam and LBFGS know none
+    if "fused" in accepted and _can_fuse(params):
+        # One kernel instead of a loop over parameters: a 13 ms step of a 1.8 M-parameter MLP took 12 % less.
+        options.setdefault("fused", not options.get("foreach"))
+    return TorchOptimizer(config.type, **options).build(params)
+
+
+def _build_registered(config: OptimizerConfiguration, params: list[nn.Parameter]) -> Optimizer:
     from etude.registry import OPTIMIZER_BUILDER_REGISTRY
 
     factory: Any = OPTIMIZER_BUILDER_REGISTRY.get(config.type)
-    # A factory of the user's takes the parameters it declares; `lr` and `weight_decay` only if it knows them.
-    accepted = inspect.signature(factory).parameters
-    loose = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    shared = {key: value for key, value in options.items() if key in config.params or loose or key in accepted}
     try:
-        built: Optimizer = factory(**shared).build(params)
+        built: Any = factory(**_factory_options(config, inspect.signature(factory).parameters)).build(params)
     except TypeError as error:
         raise ConfigError(f"optimizer {config.type!r}: {error}") from error
+    if not isinstance(built, Optimizer):
+        raise ConfigError(
+            f"optimizer {config.type!r}: build() must return a torch optimizer, got {type(built).__name__}"
+        )
     return built
+
+
+def _factory_options(config: OptimizerConfiguration, accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """Return the factory's own parameters, with the rate and the decay only where said or where it has no default."""
+    options = dict(config.params)
+    loose = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    for name in ("lr", "weight_decay"):
+        value, parameter = getattr(config, name), accepted.get(name)
+        said = name in config.model_fields_set
+        if name in config.params:
+            if said:
+                raise ConfigError(
+                    f"optimizer {config.type!r}: {name} is said twice, beside params and in params; once is enough"
+                )
+        elif parameter is not None or loose:
+            if said or (parameter is not None and parameter.default is parameter.empty):
+                options[name] = value
+        elif said and value != type(config).model_fields[name].default:
+            # What runs of before have stored says every default, so a default that nobody takes is no mistake.
+            raise ConfigError(
+                f"optimizer {config.type!r} has no parameter {name!r}, so {name}: {value} would do nothing; it takes "
+                f"{', '.join(accepted) or 'none'}"
+            )
+    return options
 
 
 def _can_fuse(params: list[nn.Parameter]) -> bool:
@@ -94,6 +134,7 @@ class Optimization:
         self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._built = [_hyperparameters(group) for group in self.optimizer.param_groups]
+        self._kept = Kept(self.optimizer, [self.schedule, *self.params])
 
     def set_rate(self, step: int) -> None:
         """Set the learning rate of one step, for schedules that are functions of the step."""
@@ -148,24 +189,70 @@ class Optimization:
             "groups": [_hyperparameters(group) for group in optimizer.param_groups],
             "built": self._built,
         }
+        if self._kept.state():  # an optimizer may own its schedule
+            result["kept"] = self._kept.state_dict()
         if isinstance(self.schedule, LRScheduler):
             result["schedule"] = {k: v for k, v in self.schedule.state_dict().items() if _is_plain(v)}
         return result
 
-    def load_state_dict(self, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
-        """Restore the state; a hyperparameter that the configuration has changed since keeps its new value."""
+    def load_state_dict(self, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> list[str]:
+        """Restore the state; a hyperparameter that the configuration has changed since keeps its new value.
+
+        Returns what has changed, in words.
+        """
         index = {names[p]: i for i, p in enumerate(self.params)}
         unknown = sorted(set(saved["state"]) - set(index))
         if unknown:
             raise CheckpointError(f"the checkpoint's optimizer state names parameters that are gone: {unknown[:3]}")
         state = {index[name]: {k: shard_like(v, self.params[index[name]].data) for k, v in values.items()}
                  for name, values in saved["state"].items()}  # fmt: skip
-        groups = self.optimizer.state_dict()["param_groups"]
+        groups = Optimizer.state_dict(self.optimizer)["param_groups"]
+        changed: dict[str, None] = {}
         for group, now, was, built in zip(groups, self._built, saved["groups"], saved["built"], strict=True):
-            group.update({k: v for k, v in was.items() if k not in now or now[k] == built.get(k)})
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+            for key, value in was.items():
+                if key not in now or now[key] == built.get(key):
+                    group[key] = value
+                elif key in built and key not in _HOW:
+                    changed[f"{key} {built[key]} -> {now[key]}"] = None
+        Optimizer.load_state_dict(self.optimizer, {"state": state, "param_groups": groups})
+        if "kept" in saved:
+            self._kept.load_state_dict(saved["kept"])
         if isinstance(self.schedule, LRScheduler):
             self.schedule.load_state_dict(dict(saved["schedule"]))
+        return list(changed)
+
+    # -- modes --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the optimizer trains other weights than it shows, and is told which are wanted (schedule-free)."""
+        return all(callable(getattr(self.optimizer, name, None)) for name in ("train", "eval"))
+
+    def set_mode(self, training: bool) -> None:
+        """Put an optimizer that has modes into one of them."""
+        if self.has_modes:
+            optimizer: Any = self.optimizer
+            optimizer.train() if training else optimizer.eval()
+
+
+@contextmanager
+def shown_weights(optimizations: Iterable[Optimization]) -> Iterator[bool]:
+    """Run a block with the weights that optimizers with modes show; yields whether there are any.
+
+    The trained weights come back bit for bit: switching to and fro would round them, and a run would then depend on
+    how often it is evaluated and saved.
+    """
+    modal = [optimization for optimization in optimizations if optimization.has_modes]
+    kept = [[parameter.detach().clone() for parameter in optimization.params] for optimization in modal]
+    for optimization in modal:
+        optimization.set_mode(training=False)
+    try:
+        yield bool(modal)
+    finally:
+        for optimization, weights in zip(modal, kept, strict=True):
+            optimization.set_mode(training=True)
+            for parameter, weight in zip(optimization.params, weights, strict=True):
+                parameter.detach().copy_(weight)
 
 
 def lay_out_state(optimizer: Optimizer) -> None:

@@ -67,10 +67,15 @@ class Precision:
 
     def cast_batch(self, batch: Any) -> Any:
         """Under float64, cast the floating tensors of a batch too."""
-        if isinstance(batch, Tensor):
-            return batch.double() if batch.is_floating_point() else batch
-        if isinstance(batch, dict):
-            return {key: self.cast_batch(value) for key, value in batch.items()}
-        if isinstance(batch, list | tuple) and type(batch) in (list, tuple):
-            return type(batch)(self.cast_batch(value) for value in batch)
-        return batch
+        return cast_floating(batch, torch.float64)
+
+
+def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
+    """Return a batch with all its floating tensors in one type."""
+    if isinstance(batch, Tensor):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {key: cast_floating(value, dtype) for key, value in batch.items()}
+    if isinstance(batch, list | tuple) and type(batch) in (list, tuple):
+        return type(batch)(cast_floating(value, dtype) for value in batch)
+    return batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from etude.engines.distributed import Group
 from etude.errors import CheckpointError, Interrupted
 from etude.runs.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from etude.runs.directory import Run, resolve_run
+from etude.runs.durable import write_atomically
 from etude.runs.loggers import LoggerGroup
 from etude.runs.metrics import MetricsLog
 
@@ -109,6 +111,12 @@ class Record:
         self.metrics.truncate_after(progress.step)
         self.loggers = LoggerGroup(self.trainer.loggers)
         self.loggers.start(self.directory, config, progress.step)
+
+    def write_statistics(self, norm_stats: Mapping[str, Any]) -> None:
+        """Write the statistics that batches are normalised by, for whoever uses the weights elsewhere."""
+        if self.directory is not None and self.group.is_main:
+            text = json.dumps(norm_stats, indent=2, allow_nan=False) + "\n"
+            write_atomically(self.directory / "dataset_stats.json", text.encode())
 
     def _say_changes(self, before: Any, now: Any, path: str = "") -> None:
         if isinstance(before, Mapping) and isinstance(now, Mapping):

@@ -24,7 +24,7 @@ from etude.engines import state
 from etude.engines.distributed import Group
 from etude.engines.ema import EMA
 from etude.engines.manual import ManualStepper
-from etude.engines.optimizers import Optimization, freeze
+from etude.engines.optimizers import Optimization, freeze, shown_weights
 from etude.engines.precision import Precision
 from etude.engines.record import Record
 from etude.engines.signals import StopSignals
@@ -33,6 +33,7 @@ from etude.engines.strategy import Alone, count_parameters
 from etude.engines.watchdog import Pulse, Watchdog
 from etude.errors import CheckpointError, ConfigError, Interrupted, RankError, ShortRunError
 from etude.low_precision import require_low_precision, require_low_precision_of
+from etude.policies.normalize import BatchStatistics, act_in_data_units
 from etude.protocols import Place
 from etude.rng import STREAM_EVALUATE, STREAM_INIT, STREAM_ROLLOUT, fold, seed_everything
 from etude.types import Result, Updates
@@ -88,6 +89,8 @@ class Session:
         if checkpoint is not None:
             state.restore(self, checkpoint)
         self.record.start(self.progress, count_parameters(self.policy))
+        if self.statistics is not None:
+            self.record.write_statistics(self.statistics.to_json())
         if not trainer.is_manual and not self.finished:
             self._settle()
         self.callbacks.on_fit_start(trainer)
@@ -113,10 +116,11 @@ class Session:
         self.frozen = freeze(self.policy, config.freeze)
         if config.compile:
             self.policy.compile()
-        loss = make_loss_function(trainer, self.policy, self.group.device, self.precision)
+        self._use_statistics()
+        loss = make_loss_function(trainer, self.policy, self.group.device, self.precision, self.normalize)
         self.strategy.spread(self.policy, loss, manual=trainer.is_manual)
         self.ema = EMA(self.policy, config.ema_decay) if config.ema_decay else None
-        self.names = {parameter: name for name, parameter in self.policy.named_parameters()}
+        self.names: dict[nn.Parameter, str] = {parameter: name for name, parameter in self.policy.named_parameters()}
         self.optimizations: dict[str, Optimization] = trainer.make_optimizations()
         self.stepper = self._make_stepper()
         self.set_train_mode()
@@ -124,6 +128,15 @@ class Session:
         for part in attached:
             if hasattr(part, "attach"):
                 part.attach(trainer)
+
+    def _use_statistics(self) -> None:
+        """Normalise batches by the statistics that came with the data, unless the policy normalises by itself."""
+        given = getattr(self.data, "norm_stats", None)
+        inside = hasattr(self.policy, "normalizer")
+        self.statistics = BatchStatistics(given) if given is not None and not inside else None
+        self.normalize = None if self.statistics is None else self.statistics.normalize
+        if self.statistics is not None:
+            act_in_data_units(self.policy, self.statistics)
 
     def _choose_threads(self) -> None:
         wanted = self.config.num_threads
@@ -164,6 +177,10 @@ class Session:
         if self.group.is_main and self.trainer.show_progress:
             callbacks.append(ShowProgress())
         self.callbacks = CallbackGroup(callbacks)
+
+    def at_exit(self, function: Callable[[], Any]) -> None:
+        """Have something done when the session ends, however it does."""
+        self._exits.callback(function)
 
     def close(self, error: BaseException | None) -> None:
         """End the session; `error` says why, if it did not end well."""
@@ -207,6 +224,15 @@ class Session:
             per_step = self.data.epochs(1) or self.data.epochs(1000) / 1000
             return math.ceil(length.value / per_step) if per_step else None
         return None
+
+    def counters(self) -> dict[str, float | None]:
+        """Return the epoch that is under way, how many there are to be if that is known, and the steps made."""
+        per_step, steps = self.data.epochs(1000) / 1000, self.total_steps
+        length = self.length
+        total = length.value if length.unit == "epochs" else None if steps is None else steps * per_step
+        epochs = math.ceil(total - 1e-9) if total else None
+        # A hair is added because the end of an epoch is a sum of fractions.
+        return {"epoch": int(self.progress.epochs + 1e-9), "total_epochs": epochs, "iterations": self.progress.step}
 
     @property
     def finished(self) -> bool:
@@ -277,6 +303,8 @@ class Session:
         """End a run that has reached its length; never return short of it."""
         if not self.finished:
             raise ShortRunError(f"training ended at step {self.progress.step}, before the requested {self.length}")
+        for optimization in self.optimizations.values():
+            optimization.set_mode(training=False)
         self.callbacks.on_fit_end(self.trainer)
         return Result(
             self.progress.step, dict(self.metrics), self.record.directory, self.record.best, self.record.last,
@@ -332,6 +360,7 @@ class Session:
         seed_everything(fold(self.config.seed, STREAM_EVALUATE, self.group.rank))
         self.policy.eval()
         with ExitStack() as stack:
+            stack.enter_context(shown_weights(self.optimizations.values()))
             if self.ema is not None:
                 stack.enter_context(self.ema.applied())
             stack.enter_context(torch.no_grad())
@@ -364,7 +393,7 @@ class Session:
         meter = Meter()
         key = fold(self.config.seed, STREAM_EVALUATE)
         batches = evaluation_batches(self.trainer.eval_data, self.place, self.config.evaluate_batches)
-        loss = make_loss_function(self.trainer, self.policy, self.group.device, self.precision)
+        loss = make_loss_function(self.trainer, self.policy, self.group.device, self.precision, self.normalize)
         for number, batch in enumerate(batches):
             self.pulse.enter("evaluate")
             seed_everything(fold(key, number * self.group.world + self.group.rank))
@@ -387,7 +416,8 @@ class Session:
             metric = self.metrics.get(self.config.best_metric) if ranked else None
             self.record.save(tree, self.progress.step, metric)
             self._saved_at = self.progress.step
-            self.callbacks.on_save(self.trainer, self.progress.step)
+            with shown_weights(self.optimizations.values()):
+                self.callbacks.on_save(self.trainer, self.progress.step)
         if wait:
             fault = self.group.gather(self.record.wait())[0]
             if fault:
@@ -398,6 +428,8 @@ class Session:
         self.policy.train()
         for module in self.frozen:
             module.eval()
+        for optimization in self.optimizations.values():
+            optimization.set_mode(training=True)
 
 
 def choose_windows(policy: nn.Module, *sources: Any) -> None:

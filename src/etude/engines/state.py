@@ -6,6 +6,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from etude.duration import Progress
+from etude.engines.optimizers import shown_weights
+from etude.engines.sharding import full_tensor
 from etude.errors import CheckpointError
 from etude.protocols import ORDER_VERSION
 
@@ -37,6 +39,12 @@ def collect(session: Session) -> dict[str, Any]:
     describe: Any = getattr(session.policy, "describe", None)
     if describe is not None:
         tree["session"]["policy"] = describe()  # what evaluation needs, should the data be gone by then
+    with shown_weights(session.optimizations.values()) as differ:
+        if differ:  # what is evaluated and exported; training goes on from the others
+            shown = [p for o in session.optimizations.values() if o.has_modes for p in o.params]
+            tree["shown"] = {session.names[p]: full_tensor(p.detach()).clone() for p in shown}
+    if session.statistics is not None:
+        tree["norm_stats"] = session.statistics.values
     if session.ema is not None:
         tree["ema"] = session.ema.state_dict()
     if session.precision.scale is not None:
@@ -68,7 +76,9 @@ def restore(session: Session, tree: dict[str, Any]) -> None:
             f"the checkpoint has no state for optimizer {missing[0]!r}; it has {sorted(tree['optimizer'])}"
         )
     for name, optimization in session.optimizations.items():
-        optimization.load_state_dict(tree["optimizer"][name], session.names)
+        changed = optimization.load_state_dict(tree["optimizer"][name], session.names)
+        if changed and session.group.is_main:
+            log.info("optimizer %s goes on with %s, as the configuration says now", name, ", ".join(changed))
     if session.ema is not None:
         session.ema.load_state_dict(tree["ema"] if "ema" in tree else tree["policy"])
     if session.precision.scale is not None and "loss_scale" in saved:
@@ -76,6 +86,7 @@ def restore(session: Session, tree: dict[str, Any]) -> None:
     for name, part in _stateful(session):
         if name in tree:
             part.load_state_dict(tree[name])
+    _take_statistics(session, tree.get("norm_stats"))
     meters = saved.get("meters", [saved["meter"]])
     meter = meters[session.group.rank] if session.group.rank < len(meters) else {"sums": {}, "weights": {}}
     session.meter.sums, session.meter.weights = dict(meter["sums"]), dict(meter["weights"])
@@ -84,6 +95,18 @@ def restore(session: Session, tree: dict[str, Any]) -> None:
     session.best = saved["best"]
     session._evaluated_at, session._saved_at = saved["evaluated_at"], session.progress.step
     session.callbacks.load_state_dict(saved["callbacks"])
+
+
+def _take_statistics(session: Session, saved: Any) -> None:
+    """Go on with the statistics that the weights were trained with."""
+    if session.statistics is None or saved is None:
+        return
+    differ = session.statistics.differs_from(saved)
+    if differ and session.group.is_main:
+        log.warning(
+            "the data's statistics of %s have changed; going on with those of the checkpoint", ", ".join(differ)
+        )
+    session.statistics.load(saved)
 
 
 def _stateful(session: Session) -> list[tuple[str, Any]]:

@@ -206,7 +206,11 @@ class Stepper:
 
 
 def make_loss_function(
-    trainer: Any, policy: nn.Module, device: torch.device, precision: Precision
+    trainer: Any,
+    policy: nn.Module,
+    device: torch.device,
+    precision: Precision,
+    normalize: Callable[[Any], Any] | None = None,
 ) -> Callable[[Any], tuple[Tensor, int, Any, Any]]:
     """Return the function from a batch to (root, factor, weight, metrics), with no step that is not needed."""
     from etude.data.device import to_device
@@ -217,6 +221,8 @@ def make_loss_function(
     prepare, compute = trainer.prepare_batch, trainer.compute_loss
 
     def loss(batch: Any) -> tuple[Tensor, int, Any, Any]:
+        if normalize is not None:
+            batch = normalize(batch)
         if moves:
             batch = to_device(batch, device)
         if doubles:

@@ -46,10 +46,18 @@ class Alone:
         """Load full weights into however much of them this rank holds."""
         current = self.policy.state_dict()
         missing, unexpected = sorted(set(current) - set(state)), sorted(set(state) - set(current))
-        if missing or unexpected:
+        differ = [
+            f"{name} is {tuple(state[name].shape)} there and {tuple(value.shape)} here"
+            for name, value in current.items()
+            if name in state and hasattr(value, "shape") and tuple(state[name].shape) != tuple(value.shape)
+        ]
+        if missing or unexpected or differ:
+            words = [f"{len(missing)} missing, such as {missing[0]}"] if missing else []
+            words += [f"{len(unexpected)} not known here, such as {unexpected[0]}"] if unexpected else []
+            words += [differ[0] + (f" and {len(differ) - 1} more differ" if len(differ) > 1 else "")] if differ else []
             raise CheckpointError(
-                f"the checkpoint does not fit the policy: missing {missing[:3] or 'nothing'}, "
-                f"unexpected {unexpected[:3] or 'nothing'}"
+                f"the checkpoint does not fit the policy, which has another architecture ({'; '.join(words)}); give "
+                "another run, or resume='never' to start afresh"
             )
         try:
             self.policy.load_state_dict({name: shard_like(value, current[name]) for name, value in state.items()})

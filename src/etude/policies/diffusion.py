@@ -100,8 +100,8 @@ class Diffusion(GenerativePolicy):
         task_dim: int = 32,
     ) -> None:
         network = HeadOptions(
-            head, list(down_dims or PUBLISHED_DOWN_DIMS), kernel_size, n_groups, step_embed_dim, film_scale,
-            n_layers, n_heads, hidden_dim, dropout, causal,
+            head, list(PUBLISHED_DOWN_DIMS if down_dims is None else down_dims), kernel_size, n_groups, step_embed_dim,
+            film_scale, n_layers, n_heads, hidden_dim, dropout, causal,
         )  # fmt: skip
         images = ImageOptions(image_backbone, image_weights, image_norm, image_size, image_crop)
         super().__init__(

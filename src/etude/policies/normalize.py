@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -153,3 +154,107 @@ def _settle_narrow(center: Tensor, width: Tensor, stats: Mapping[str, Any]) -> t
     moves = (high - low) / 2 > WIDTH_FLOOR * center.abs().clamp(min=1.0)
     center = torch.where(narrow, (low + high) / 2, center)
     return center, torch.where(narrow, torch.where(moves, (high - low) / 2, 0.0), width)
+
+
+class BatchStatistics:
+    """Normalise the batches of a loop by statistics that came with the data, for policies that do not do so inside.
+
+    Every floating-point key that is named is mapped by mean and std (or by min and max, to [-1, 1]); whole numbers and
+    keys that a batch lacks stay as they are. Constant dimensions become 0, as in `Normalizer`.
+
+    Args:
+        norm_stats: `{key: {"mean": ..., "std": ...}}`, as a dataset factory returns them.
+    """
+
+    def __init__(self, norm_stats: Mapping[str, Any]) -> None:
+        self.load(norm_stats)
+
+    def load(self, norm_stats: Mapping[str, Any]) -> None:
+        """Take other statistics from here on."""
+        self.values: dict[str, dict[str, Tensor]] = {}
+        """The statistics themselves, in float64."""
+        self._affine: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, stats in norm_stats.items():
+            if not isinstance(stats, Mapping):
+                raise DataError(f"norm_stats must be {{key: {{mean, std}}}}, got {type(stats).__name__} for {name!r}")
+            mode: Mode = "min_max" if "mean" not in stats and "min" in stats else "mean_std"
+            known = {key: stats[key] for key in ("mean", "std", "min", "max") if stats.get(key) is not None}
+            self.values[name] = {key: torch.as_tensor(value).double() for key, value in known.items()}
+            if not self.values[name]:
+                raise DataError(
+                    f"norm_stats of {name!r} have no mean and std, but {', '.join(map(str, stats)) or 'none'}"
+                )
+            first = next(iter(self.values[name].values()))
+            self._affine[name] = _affine(name, Feature(tuple(first.shape), stats=self.values[name]), mode)
+
+    def normalize(self, batch: Any, *, complete: bool = True) -> Any:
+        """Return the batch with every key that the statistics name normalised, on the device and in the type it has.
+
+        Args:
+            batch: Tensors by name.
+            complete: Whether a batch in which nothing is named is a mistake; an observation may have nothing.
+        """
+        if not isinstance(batch, Mapping) or (complete and not any(name in batch for name in self._affine)):
+            found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+            raise DataError(f"norm_stats name {', '.join(self._affine)}, none of which is in the batch: {found}")
+        out = dict(batch)
+        for name in self._affine:
+            value = out.get(name)
+            if isinstance(value, Tensor) and value.is_floating_point():
+                # What never changed in the data carries no news: divided by infinity it is 0.
+                out[name] = self._map(name, value, lambda x, c, w: (x - c) / torch.where(w > 0, w, torch.inf))
+        return out
+
+    def unnormalize(self, name: str, value: Tensor) -> Tensor:
+        """Return a normalised tensor in the data's units."""
+        return self._map(name, value, lambda x, c, w: x * w + c) if name in self._affine else value
+
+    def _map(self, name: str, value: Tensor, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        kind = torch.promote_types(value.dtype, torch.float32)
+        center, width = (part.to(value.device, kind) for part in self._affine[name])
+        try:
+            return change(value.to(kind), center, width).to(value.dtype)
+        except RuntimeError as error:
+            raise DataError(
+                f"norm_stats of {name!r} have shape {tuple(center.shape)}, which does not fit {tuple(value.shape)}"
+            ) from error
+
+    def differs_from(self, other: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+        """Name the keys whose statistics are not the same."""
+        return [
+            name
+            for name in {**self.values, **other}
+            if name not in other
+            or name not in self.values
+            or self.values[name].keys() != other[name].keys()
+            or not all(torch.equal(value, other[name][key].double()) for key, value in self.values[name].items())
+        ]
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """Return the statistics as plain lists."""
+        return {name: {key: value.tolist() for key, value in stats.items()} for name, stats in self.values.items()}
+
+
+def act_in_data_units(policy: nn.Module, statistics: BatchStatistics, action: str = "action") -> None:
+    """Let a policy that was trained on normalised batches be shown observations, and give actions, in the data's units.
+
+    For policies that normalise inside there is nothing to do; nor for those that do not act.
+    """
+    for name in ("select_action", "predict_action_chunk"):
+        method = getattr(policy, name, None)
+        if callable(method):
+            original = method.method if isinstance(method, _InDataUnits) else method
+            setattr(policy, name, _InDataUnits(original, statistics, action))
+
+
+class _InDataUnits:
+    """A method of a policy between normalised observations and data units."""
+
+    def __init__(self, method: Any, statistics: BatchStatistics, action: str) -> None:
+        self.method, self.statistics, self.action = method, statistics, action
+        self.__signature__ = inspect.signature(method)
+
+    def __call__(self, observation: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Normalise what is seen, and give back actions in the data's units."""
+        chosen = self.method(self.statistics.normalize(observation, complete=False), *args, **kwargs)
+        return self.statistics.unnormalize(self.action, chosen) if isinstance(chosen, Tensor) else chosen

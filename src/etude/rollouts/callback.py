@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from etude.callbacks import Callback
 from etude.duration import Duration, Progress
+from etude.signatures.nested import OptionsOf
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer
@@ -39,7 +40,7 @@ class EvaluateInSimulation(Callback):
         split: str = "validation",
         seed: int = 0,
         workers: int = 0,
-        options: dict[str, Any] | None = None,
+        options: Annotated[dict[str, Any], OptionsOf("env")] | None = None,
         tasks: dict[str, int] | None = None,
         video_dir: str | None = None,
         videos: int = 2,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from etude.rollouts.results import EpisodeRow
 from etude.rollouts.rewards import MOST_HUNG
 from etude.rollouts.timed import TimedEnvironment
 from etude.rollouts.updates import as_updates, weightless
+from etude.signatures.nested import OptionsOf
 from etude.trajectories import Trajectory
 from etude.types import DataSpec, Updates
 
@@ -159,7 +160,7 @@ class EnvironmentRollouts:
         episodes_per_step: int = 16,
         group_size: int = 1,
         slots: int = 16,
-        options: dict[str, Any] | None = None,
+        options: Annotated[dict[str, Any], OptionsOf("env")] | None = None,
         step_timeout_s: float | None = 10.0,
         on_error: Literal["drop", "stop"] = "drop",
     ) -> None:

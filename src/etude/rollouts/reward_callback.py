@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from etude.callbacks import Callback
 from etude.duration import Duration, Progress
 from etude.errors import ConfigError, RolloutError
 from etude.rng import STREAM_EVALUATE, fold
 from etude.rollouts.text import TextRollouts, as_mapping
+from etude.signatures.nested import ComponentOf
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer
@@ -34,7 +35,7 @@ class EvaluateRewards(Callback):
 
     def __init__(
         self,
-        tasks: Any,
+        tasks: Annotated[Any, ComponentOf("tasks")],
         reward: Any = None,
         every: int | str = 50,
         limit: int | None = None,
@@ -42,6 +43,8 @@ class EvaluateRewards(Callback):
         max_new_tokens: int | None = None,
         greedy: bool = True,
     ) -> None:
+        if limit is not None and limit < 1:
+            raise ConfigError(f"evaluate_rewards: limit must be at least 1, or null for all tasks; got {limit}")
         self.every, self.limit = Duration.parse(every), limit
         self._given = {"tasks": tasks, "reward": reward, "group_size": completions}
         self._max_new_tokens, self._greedy = max_new_tokens, greedy
@@ -72,7 +75,7 @@ class EvaluateRewards(Callback):
         if trainer.rank != 0:
             return {}
         drawn = self._rollouts
-        count = min(len(drawn.tasks), self.limit or len(drawn.tasks))
+        count = len(drawn.tasks) if self.limit is None else min(len(drawn.tasks), self.limit)
         tasks = [drawn.tasks[index] for index in range(count)]
         seed = fold(trainer.config.seed, STREAM_EVALUATE)
         rollouts = drawn.draw(trainer.policy, range(count), seed, tasks)

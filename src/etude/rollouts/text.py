@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from etude.rollouts.rewards import RewardFunction, Rewards
 from etude.rollouts.sources import make_reward, make_tasks
 from etude.rollouts.tasks import Task
 from etude.rollouts.updates import as_updates, weightless
+from etude.signatures.nested import ComponentOf
 from etude.trajectories import Trajectory
 from etude.types import DataSpec, Updates
 
@@ -62,7 +63,7 @@ class TextRollouts:
 
     def __init__(
         self,
-        tasks: Any,
+        tasks: Annotated[Any, ComponentOf("tasks")],
         reward: str | RewardFunction | None = None,
         prompts_per_step: int = 4,
         group_size: int = 8,

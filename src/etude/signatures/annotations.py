@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from etude.signatures.nested import MARKERS, find_nested
+
 Lookup = Callable[[str], Any]
 """What a name stands for: an object, a pair (syntax tree, lookup) for an alias, or None if unknown."""
 
@@ -100,6 +102,9 @@ def _annotated(items: list[ast.expr], lookup: Lookup) -> Any:
             except ValueError:
                 continue
             kind = Annotated[kind, Field(**options)]
+        elif isinstance(item, ast.Call) and ast.unparse(item.func) in MARKERS:
+            said = [value.value for value in item.args if isinstance(value, ast.Constant)]
+            kind = Annotated[kind, MARKERS[ast.unparse(item.func)](*said)]
     return kind
 
 
@@ -107,7 +112,9 @@ def _union(kinds: list[Any]) -> Any:
     written = [kind for kind in kinds if kind is not _Unwritable]
     if not written:
         return _Unwritable
-    return Any if any(kind is Any for kind in written) else Union[tuple(written)]  # noqa: UP007 (made, not written)
+    if any(kind is Any for kind in written):
+        return next((kind for kind in written if find_nested(kind) is not None), Any)
+    return Union[tuple(written)]  # noqa: UP007 (made, not written)
 
 
 def _generic(origin: Any, kinds: list[Any]) -> Any:
@@ -133,7 +140,7 @@ def understood(annotation: Any, lookup: Lookup = lambda name: None) -> Any:
     origin = get_origin(annotation)
     if origin is Annotated:
         inner = understood(get_args(annotation)[0], lookup)
-        return Any if inner is Any else annotation
+        return Any if inner is Any and find_nested(annotation) is None else annotation
     if origin is Literal:
         return annotation
     if origin in (Union, types.UnionType):

@@ -45,11 +45,7 @@ class Made:
         rows = [{"x": torch.full((2,), float(i))} for i in range(params["count"])]
         if params.get("split") == "broken":
             return rows
-        return {"dataset": Rows(rows), "norm_stats": {"mean": 1.0}}
-
-
-class Rows(list):
-    pass
+        return {"dataset": rows, "norm_stats": {"x": {"mean": 1.0, "std": 2.0}}}
 
 
 @registry.DATASET_BUILDER_REGISTRY.register("unpacked")
@@ -67,8 +63,45 @@ class Own(Trainer):
 
 @registry.TRAINER_REGISTRY.register("stepper")
 class Stepper:
-    def __init__(self, models, optimizers, loss, device, momentum: float = 0.0): ...
-    def train_step(self, data, **kwargs): ...
+    def __init__(self, models, optimizers, loss, device, momentum: float = 0.0):
+        self.models, self.optimizers, self.loss = models, optimizers, loss
+
+    def train_step(self, data, **kwargs):
+        self.seen = data["x"]
+        loss = self.loss(self.models["policy"].layer(data["x"]), torch.zeros(()))
+        self.optimizers["policy"].zero_grad()
+        loss.backward()
+        self.optimizers["policy"].step()
+        return {"loss": loss}
+
+
+@registry.LOSS_BUILDER_REGISTRY.register("power")
+class PowerLoss:
+    """Errors to a power."""
+
+    def __init__(self, power: float = 2.0) -> None:
+        self.power = power
+
+    def build(self, reduction: str = "sum"):
+        return Power(self.power, reduction)
+
+
+class Power(nn.Module):
+    def __init__(self, power, reduction):
+        super().__init__()
+        self.power, self.reduction = power, reduction
+
+    def forward(self, found, wanted):
+        return getattr((found - wanted).abs() ** self.power, self.reduction)()
+
+
+@registry.OPTIMIZER_BUILDER_REGISTRY.register("own_rate")
+class OwnRate:
+    def __init__(self, lr: float = 3e-4) -> None:
+        self.lr = lr
+
+    def build(self, params):
+        return torch.optim.SGD(params, lr=self.lr)
 
 
 @registry.ALGORITHM_REGISTRY.register("squares")
@@ -107,7 +140,7 @@ def test_components_get_their_parameters(built: Callable[..., Any]) -> None:
     assert trainer.callbacks[0].__class__.__name__ == "Beep"
     assert trainer._loggers[0].project == "q"
     assert trainer.config.lr == 1e-4
-    assert trainer.eval_data.norm_stats == {"mean": 1.0}
+    assert trainer.eval_data.norm_stats == trainer.data.norm_stats == {"x": {"mean": 1.0, "std": 2.0}}
 
 
 def test_the_stored_configuration_is_handed_to_the_trainer(built: Callable[..., Any], folder: Path) -> None:
@@ -173,6 +206,41 @@ def test_a_trainer_with_its_own_step_is_wrapped(built: Callable[..., Any]) -> No
     assert hasattr(trainer, "train_step")
     with pytest.raises(ConfigError, match=r"trainer.params.models: is passed by the framework"):
         built("trainer: {type: stepper, params: {models: 3}}\n")
+
+
+def test_a_loss_gets_its_parameters_whether_constructor_or_build_takes_them(built: Callable[..., Any]) -> None:
+    trainer = built("trainer: stepper\nloss: {type: power, params: {power: 3, reduction: mean}}\n")
+    assert (trainer.algorithm.power, trainer.algorithm.reduction) == (3.0, "mean")
+    assert built("trainer: stepper\nloss: power\n").algorithm.reduction == "sum"
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ("loss: {type: power, params: {powr: 3}}", "loss.params.powr: unknown key; did you mean 'power'?"),
+        ("loss: {type: power, params: {power: x}}", "loss.params.power: expected a number, got 'x'"),
+        ("loss: pwoer", "loss.type: unknown loss 'pwoer'; did you mean 'power'?"),
+        ("loss: power\nalgorithm: squares", "loss: stands beside an algorithm"),
+        ("loss: power\ntrainer: own", "loss: is for a trainer made from (models, optimizers, loss, device)"),
+        ("loss: power\ntrainer: null", "loss: is for a trainer made from (models, optimizers, loss, device)"),
+    ],
+)
+def test_a_loss_that_is_wrong_or_for_nobody_is_refused(built: Callable[..., Any], more: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        built("trainer: stepper\n" * ("trainer" not in more) + more + "\n")
+    assert message in str(caught.value)
+
+
+def test_statistics_losses_and_rates_of_factories_reach_the_loop(built: Callable[..., Any], folder: Path) -> None:
+    settings = ["training={training_steps: 1, batch_size: 2, shuffle: false, optimizer: own_rate, seed: 3}"]
+    settings += ["engine=torch", "loggers=[]", "callbacks=[]", "eval_data=null"]
+    trainer = built("trainer: stepper\nloss: power\n", *settings, run="here")
+    assert "lr" not in trainer.describe()["training"]  # left to the factory, also when the run is resumed
+    trainer.fit()
+    assert trainer.inner.seen.tolist() == [[-0.5, -0.5], [0.0, 0.0]]
+    assert trainer.optimizer.param_groups[0]["lr"] == 3e-4
+    again = build(load(trainer.run.dir / "config.yaml"), run="here")
+    assert again.config.named_optimizers()["policy"].model_fields_set.isdisjoint({"lr", "weight_decay"})
 
 
 def test_the_first_experiment_can_be_built(repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

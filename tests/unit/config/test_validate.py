@@ -44,6 +44,8 @@ Config = Callable[..., Loaded]
         ("training: {optimizer_params: {beta: 1}}", "optimizer_params.beta: unknown key; did you mean 'betas'?"),
         ("training: {optimizer_params: {betas: [0.9]}}", "training.optimizer_params.betas.1: required, and missing"),
         ("training: {optimizer_params: {lr: 1}}", "training.optimizer_params.lr: is passed by the framework"),
+        ("training: {optimizer: plain_sgd, lr: 1, optimizer_params: {lr: 1}}", "optimizer_params.lr: is said twice"),
+        ("training: {optimizer: plain_sgd, weight_decay: 1}", "would do nothing: optimizer 'plain_sgd' takes lr"),
         ("training: {optimizers: {a: {type: sgd, params: {momentm: 1}}}}", "params.momentm: unknown key; did you"),
         ("training: {optimizer: plain_sgd, optimizer_params: {betas: [1, 2]}}", "optimizer_params.betas: unknown key"),
         ("training: [1]", "training: expected a mapping, got [1]"),

@@ -62,6 +62,8 @@ def convert(
         rename: New names of features by the ones they would have, such as those that an environment shows.
         on_episode: Called with the number of episodes done and in all.
     """
+    if fps is not None and not fps > 0:
+        raise DataError(f"fps must be positive, got {fps}")
     path = Path(source)
     kind = detect(path) if format == "auto" else format
     if kind not in _OPENERS:
@@ -73,7 +75,7 @@ def convert(
         for feature in features.values():
             if feature["dtype"] == "video" and (images == "image" or any(size % 2 for size in feature["shape"][:2])):
                 feature["dtype"] = "image"
-        rate, text = fps or recording.fps, task or recording.task
+        rate, text = recording.fps if fps is None else fps, recording.task if task is None else task
         writer = LeRobotWriter(target, features, rate, robot_type, codec=codec)
         try:
             _copy(recording, writer, text, path, on_episode)

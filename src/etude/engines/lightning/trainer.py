@@ -22,6 +22,7 @@ from etude.engines.lightning.data import as_lightning, is_data_module, no_loader
 from etude.engines.lightning.interaction import PolicyDatasetInteraction
 from etude.engines.lightning.loaders import Addressed, address
 from etude.engines.lightning.module import LightningPolicy
+from etude.engines.optimizers import torch_optimizers
 from etude.errors import ConfigError
 
 log = logging.getLogger("etude")
@@ -183,9 +184,11 @@ class Trainer(lightning.Trainer):
 
 
 def _optimizer_of(given: OptimizerConfiguration | Mapping[str, Any] | None) -> OptimizerConfiguration:
-    config = (
-        given if isinstance(given, OptimizerConfiguration) else OptimizerConfiguration(**{"lr": 1e-4, **(given or {})})
-    )
+    if isinstance(given, OptimizerConfiguration):
+        config = given
+    else:
+        own = given is not None and given.get("type", "adamw") not in torch_optimizers()  # a rate of its own stands
+        config = OptimizerConfiguration(**{**({} if own else {"lr": 1e-4}), **(given or {})})
     if "clip_norm" in config.model_fields_set or "match" in config.model_fields_set:
         raise ConfigError("optimizer: clip_norm and match do nothing here; clip with gradient_clip_val")
     return config

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from etude.errors import ConfigError
+from etude.signatures.nested import ParametersOf
 
 if TYPE_CHECKING:
     from etude.policies.language.model import LanguageModel
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
 def language_model(
     path: str | None = None,
     gguf: str | None = None,
-    tiny: bool | dict[str, Any] | None = None,
-    lora: int | dict[str, Any] | None = None,
+    tiny: bool | Annotated[dict[str, Any], ParametersOf("etude.policies.language.tiny:Tiny")] | None = None,
+    lora: int | Annotated[dict[str, Any], ParametersOf("etude.policies.language.lora:Lora")] | None = None,
     value_head: bool = False,
     dtype: str = "float32",
     max_rows: int = 64,
@@ -38,7 +39,7 @@ def language_model(
     if (path is None and gguf is None) == (tiny is None or tiny is False):
         raise ConfigError("a language policy needs one of path (or gguf) and tiny")
     options: dict[str, Any] = {"lora": lora, "value_head": value_head, "dtype": dtype, "seed": seed}
-    if tiny:
+    if tiny is not None and tiny is not False:
         policy = LanguageModel.tiny(**(tiny if isinstance(tiny, dict) else {}), **options)
     elif path is None:
         policy = LanguageModel.from_pretrained(str(gguf), **options)

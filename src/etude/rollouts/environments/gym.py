@@ -56,6 +56,8 @@ class GymEnvironment:
         render: bool = True,
         options: dict[str, Any] | None = None,
     ) -> None:
+        if max_steps is not None and max_steps < 1:
+            raise ConfigError(f"gym: max_steps must be at least 1, got {max_steps}")
         self.name = id
         self._env = _make(id, max_steps, {**({"render_mode": "rgb_array"} if render else {}), **(options or {})})
         self.task = task or id
