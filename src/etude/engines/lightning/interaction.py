@@ -58,8 +58,9 @@ class PolicyDatasetInteraction(ExactSteps):
 
     def introduce(self, trainer: Any, pl_module: Any) -> None:
         """Give the data its windows and build what is not built yet; once is enough."""
-        policies = [module for module in pl_module.modules() if hasattr(module, "action_delta_indices")]
-        unbuilt = [module for module in pl_module.modules() if getattr(module, "is_built", True) is False]
+        modules = [module for module in pl_module.modules() if not isinstance(module, LightningPolicy)]
+        policies = [module for module in modules if hasattr(module, "action_delta_indices")]
+        unbuilt = [module for module in modules if getattr(module, "is_built", True) is False]
         if not policies and not unbuilt:
             return
         sources = list(_sources(trainer))
