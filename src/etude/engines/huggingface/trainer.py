@@ -44,6 +44,13 @@ _REFUSED = {
     "enable_jit_checkpoint": "SIGTERM saves and stops already; leave it out",
 }
 
+_NEEDS = {
+    "gradient_checkpointing": "gradient_checkpointing_enable",
+    "label_smoothing_factor": "config",
+    "neftune_noise_alpha": "get_input_embeddings",
+}
+"""Options that ask something of the model which only those of transformers are sure to have."""
+
 
 class BaseTrainer(ExactSteps):
     """Train like `transformers.Trainer`, exactly: subclass it and override `compute_loss`.
@@ -88,6 +95,7 @@ class BaseTrainer(ExactSteps):
                     ready_made(loader, name)
         if args is not None:
             _refuse_options(args, train_loader)
+            _refuse_for_model(args, model)
         _build(model, train_loader, options.get("train_dataset"), args)
         super().__init__(model, args, *positional, **options)
         self._is_transformers = is_transformers_model(self.model)
@@ -293,6 +301,15 @@ def _refuse_options(args: TrainingArguments, train_loader: Any) -> None:
         raise ConfigError("train_sampling_strategy='batch_rebalance' shards by itself; use 'group_by_length'")
     if train_loader is not None and args.auto_find_batch_size:
         raise ConfigError("auto_find_batch_size cannot change a ready-made train_loader; give train_dataset instead")
+
+
+def _refuse_for_model(args: TrainingArguments, model: nn.Module | None) -> None:
+    for name, method in _NEEDS.items():
+        if model is not None and getattr(args, name, None) and not hasattr(model, method):
+            kind = type(model).__name__
+            raise ConfigError(
+                f"TrainingArguments.{name} needs a model with {method}, which {kind} has not; leave it out"
+            )
 
 
 def _build(model: nn.Module | None, loader: Any, dataset: Any, args: TrainingArguments | None) -> None:

@@ -257,3 +257,11 @@ def test_an_evaluation_that_has_nothing_left_says_so(tmp_path: Path) -> None:
 def test_a_loader_and_a_dataset_for_evaluation_are_one_too_many(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give eval_loader or eval_dataset, not both"):
         BaseTrainer(Linear(), arguments(tmp_path), train_loader=BATCHES, eval_loader=BATCHES, eval_dataset=Noisy())
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_checkpointing": True}, {"neftune_noise_alpha": 1.0}, {"label_smoothing_factor": 0.1}]
+)
+def test_options_that_ask_too_much_of_a_plain_module_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} needs a model with .*, which Linear has not"):
+        BaseTrainer(Linear(), arguments(tmp_path, **options), train_loader=BATCHES)
