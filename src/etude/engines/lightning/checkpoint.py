@@ -125,14 +125,14 @@ def _read_directories() -> None:
     read_file = vars(saving)["pl_load"]
 
     @functools.wraps(read_file)
-    def read(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    def read(path: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(path, str | os.PathLike) or not Path(path).is_dir():
-            return read_file(path, map_location=map_location, weights_only=weights_only)
-        checkpoint = load_checkpoint(path)
-        if isinstance(map_location, str | torch.device):
+            return read_file(path, *args, **kwargs)  # Lightning's own, as it was called
+        checkpoint, place = load_checkpoint(path), kwargs.get("map_location")
+        if isinstance(place, str | torch.device):
             state = checkpoint["state_dict"]
             for name, value in state.items():
-                state[name] = value.to(map_location) if isinstance(value, torch.Tensor) else value
+                state[name] = value.to(place) if isinstance(value, torch.Tensor) else value
         return checkpoint
 
     vars(saving)["pl_load"] = read

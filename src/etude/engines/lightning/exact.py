@@ -239,7 +239,7 @@ class ExactSteps(lightning.Callback):
         """Take up the seed unless another was asked for, and say what cannot be exact."""
         if not self.takes_part:
             return
-        _reopen_epoch(checkpoint)
+        reopen_epoch(checkpoint.get("loops", {}).get("fit_loop"))
         saved = checkpoint.get(SAVED)
         if saved is None:
             log.warning("the checkpoint was not written by Etude: training goes on, but not as it would have")
@@ -250,21 +250,23 @@ class ExactSteps(lightning.Callback):
         self._partial = saved.get("partial")
 
 
-def _reopen_epoch(checkpoint: dict[str, Any]) -> None:
+def reopen_epoch(loop: dict[str, Any] | None) -> bool:
     """Go on inside an epoch that `max_steps`, `max_time` or an early stop has ended before its last batch.
 
-    Lightning counts such an epoch as processed, and would begin the next one.
+    Lightning counts such an epoch as processed, and would begin the next one. Changes the state of its training loop
+    and tells whether there was such an epoch.
     """
-    loop = checkpoint.get("loops", {}).get("fit_loop")
     if loop is None:
-        return
+        return False
     epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
     within = batches["current"]
     if batches["is_last_batch"] or not within["ready"] or within["ready"] != within["completed"]:
-        return
-    if epochs["total"]["processed"] == epochs["total"]["started"] == epochs["total"]["ready"]:
-        for counts in (epochs["total"], epochs["current"]):
-            counts["processed"] = counts["completed"] = counts["ready"] - 1
+        return False
+    if not epochs["total"]["processed"] == epochs["total"]["started"] == epochs["total"]["ready"]:
+        return False
+    for counts in (epochs["total"], epochs["current"]):
+        counts["processed"] = counts["completed"] = counts["ready"] - 1
+    return True
 
 
 def _finish_epoch(trainer: Any) -> None:

@@ -73,6 +73,8 @@ class PolicyDatasetInteraction(ExactSteps):
             self._build(trainer, policy, spec)
 
     def _build(self, trainer: Any, policy: nn.Module, spec: DataSpec | None) -> None:
+        if spec is None and getattr(trainer, "loads_checkpoint", False):
+            return  # its weights are still to be loaded, and bring the spec along
         if spec is None:
             raise ConfigError(
                 f"{type(policy).__name__} takes its shapes from the data, but neither the data module nor its dataset "
@@ -128,8 +130,8 @@ def _sources(trainer: Any) -> Iterator[Any]:
         if found[0] is None:
             dataset = getattr(module.train_dataloader(), "dataset", None)
             yield from () if dataset is None else (dataset,)
-    for loader in getattr(trainer, "addressed", ()):
-        if loader.dataset is not None:
+    for loader in (*getattr(trainer, "addressed", ()), *getattr(trainer, "evaluated", ())):
+        if getattr(loader, "dataset", None) is not None:
             yield loader.dataset
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from etude.config.training import OptimizerConfiguration
 from etude.engines.lightning.checkpoint import SafeCheckpointIO
 from etude.engines.lightning.data import as_lightning, is_data_module, no_loaders
+from etude.engines.lightning.exact import reopen_epoch
 from etude.engines.lightning.interaction import PolicyDatasetInteraction
 from etude.engines.lightning.loaders import Addressed, address
 from etude.engines.lightning.module import LightningPolicy
@@ -79,6 +80,10 @@ class Trainer(lightning.Trainer):
     ) -> None:
         self.addressed: list[Addressed] = []
         """The training loaders, which serve batches by place."""
+        self.evaluated: list[Any] = []
+        """The loaders that are being evaluated."""
+        self.loads_checkpoint = False
+        """Whether weights of a checkpoint are about to be loaded."""
         self.deals_out_batches = bool(options.get("use_distributed_sampler", True))
         self.agreed_signal = 0
         """The signal that all ranks stop for."""
@@ -188,7 +193,10 @@ class Trainer(lightning.Trainer):
             weights_only: As Lightning takes it; checkpoints of this trainer are read without executing anything.
         """
         module = self._as_module(model)
-        self.addressed, self._saved_seed = [], None
+        self.addressed, self.evaluated, self._saved_seed = [], [], None
+        self.loads_checkpoint = ckpt_path is not None
+        if ckpt_path is None and reopen_epoch(state := self.fit_loop.state_dict()):
+            self.fit_loop.load_state_dict(state)
         if datamodule is None and is_data_module(train_dataloaders):
             datamodule, train_dataloaders = train_dataloaders, None
         datamodule = as_lightning(datamodule)
@@ -235,6 +243,8 @@ class Trainer(lightning.Trainer):
     def _evaluated(self, model: nn.Module | None, dataloaders: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if kwargs.get("datamodule") is None and is_data_module(dataloaders):
             kwargs["datamodule"], dataloaders = dataloaders, None
+        self.evaluated = CombinedLoader(dataloaders, "sequential").flattened if dataloaders is not None else []
+        self.loads_checkpoint = kwargs.get("ckpt_path") is not None
         if kwargs.get("datamodule") is not None:
             kwargs["datamodule"] = as_lightning(kwargs["datamodule"])
         return None if model is None else self._as_module(model), dataloaders

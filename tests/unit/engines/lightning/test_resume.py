@@ -177,3 +177,17 @@ def test_the_newest_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:
     assert same(weights(rest), weights(whole))
     with pytest.raises(CheckpointError, match=r"holds several runs; name one of them, such as .*version_1"):
         make(tmp_path).fit(Net(), loader(), ckpt_path=tmp_path / "lightning_logs")
+
+
+def test_a_second_fit_goes_on_inside_the_epoch(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Watch(lightning.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((trainer.fit_loop.epoch_progress.current.processed, batch_idx))
+
+    trainer, policy = make(tmp_path, max_epochs=-1, max_steps=4, callbacks=[Watch()]), Net()
+    trainer.fit(policy, loader())
+    trainer.fit_loop.epoch_loop.max_steps = 8
+    trainer.fit(policy, loader())
+    assert seen == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (1, 0), (1, 1)]
