@@ -57,7 +57,7 @@ class Trainer:
         environment: Any = None,
         run: str | Path | Run | Literal[False] | None = None,
         callbacks: Sequence[Callback] = (),
-        loggers: Sequence[Logger] | None = None,
+        loggers: str | Sequence[Logger | str] | None = None,
         eval_data: Any = None,
         name: str | None = None,
         run_root: str | Path = "runs",
@@ -78,7 +78,8 @@ class Trainer:
             environment: Another name for `sampler`.
             run: Directory or name of the run; None makes `runs/<time>-<name>`, False writes nothing.
             callbacks: What else happens around the loop.
-            loggers: Where metrics go beside metrics.jsonl; None means TensorBoard.
+            loggers: Where metrics go beside metrics.jsonl: loggers, or their keys in the registry such as "wandb"; None
+                means TensorBoard.
             eval_data: What `evaluate` measures the loss on; None is what a data module holds out, False nothing.
             name: A word for the run's directory when `run` is None.
             run_root: Where runs without a directory of their own go.
@@ -101,7 +102,7 @@ class Trainer:
         self.eval_data = held_out(data) if eval_data is None else None if eval_data is False else eval_data
         self.name, self.run_root, self.show_progress = name, run_root, show_progress
         self.session: Session
-        self._run_config, self._loggers = run_config, loggers
+        self._run_config, self._loggers = run_config, None if loggers is None else _as_loggers(loggers)
         self._optimizer: Optimizer | None = None
 
     def _harness_up(self, sampler: Any, algorithm: Any, policy: Any, data: Any) -> tuple[nn.Module, Data]:
@@ -261,6 +262,23 @@ class Trainer:
     def describe(self) -> Mapping[str, Any]:
         """Return the configuration to store with the run."""
         return self._run_config or {"training": self.config.model_dump(mode="json")}
+
+
+def _as_loggers(given: str | Sequence[Logger | str]) -> Sequence[Logger]:
+    """Return loggers, made by their keys where only those were given."""
+    from etude.registry import LOGGER_REGISTRY
+
+    made = [LOGGER_REGISTRY.get(one)() if isinstance(one, str) else one for one in _listed(given)]
+    for logger in made:
+        if isinstance(logger, type) or not callable(getattr(logger, "log", None)):
+            found = f"the class {logger.__name__}" if isinstance(logger, type) else f"a {type(logger).__name__}"
+            known = ", ".join(LOGGER_REGISTRY.keys())
+            raise ConfigError(f"loggers takes objects with start, log and close, or names ({known}); got {found}")
+    return made
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def wrap_train_step(kind: Callable[..., TrainStep], params: Mapping[str, Any]) -> type[Trainer]:

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from etude import Callback, Loss, Result, Trainer, TrainingConfiguration
 from etude.config.training import EarlyStopping, OptimizerConfiguration
 from etude.engines.optimizers import Optimization
-from etude.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from etude.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RegistryError
 from etude.runs.checkpoint import CheckpointStore
+from etude.runs.loggers import TensorBoardLogger
 from etude.runs.metrics import read_metrics
 from tests.processes import reap, run_ranks, spawn, wait_for
 
@@ -486,6 +487,23 @@ def test_callback_state_survives_a_restart(tmp_path: Path) -> None:
     counter = Count()
     make(run=tmp_path / "run", callbacks=[counter]).fit()
     assert counter.steps == 10
+
+
+@pytest.mark.parametrize("loggers", ["tensorboard", ["tensorboard"], [TensorBoardLogger()]])
+def test_loggers_are_chosen_by_name_as_engines_are(tmp_path: Path, loggers: Any) -> None:
+    trainer = make(run=tmp_path / "run", loggers=loggers, training_steps=2)
+    assert [type(logger) for logger in trainer.loggers] == [TensorBoardLogger]
+    trainer.fit()
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_what_is_no_logger_is_refused_at_once() -> None:
+    with pytest.raises(RegistryError, match="unknown logger 'wandbb'; did you mean 'wandb'"):
+        make(loggers=["wandbb"])
+    with pytest.raises(ConfigError, match=r"or names .*wandb.*; got the class TensorBoardLogger"):
+        make(loggers=[TensorBoardLogger])
+    with pytest.raises(ConfigError, match="got a int"):
+        make(loggers=3)
 
 
 def test_a_logger_that_fails_never_stops_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,28 +10,30 @@ from etude.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import nn
 
+    from etude.policies.base import PolicyModule
     from etude.runs.checkpoint import Checkpoint
 
 
-def load_policy(source: str | Path, which: str = "auto") -> nn.Module:
+def load_policy(source: str | Path, which: str = "auto", cls: type[PolicyModule] | None = None) -> nn.Module:
     """Return a policy in eval mode, with averaged weights if there are any.
 
     Args:
         source: A run directory, a checkpoint inside of one, or a directory written by `save_pretrained`.
         which: Which checkpoint of a run: best, last, a step, or auto for the best if there is one and the last if not.
+        cls: The policy's class, where it is one of yours that is not registered.
     """
     path = Path(source)
     if (path / "config.json").is_file():
         from etude.policies.base import PolicyModule
 
-        return PolicyModule.from_pretrained(path)
+        return (cls or PolicyModule).from_pretrained(path)
     if (path / "checkpoints").is_dir():
-        return _restore(path, _choose(path, which))
+        return _restore(path, _choose(path, which), cls)
     if (path / "manifest.json").is_file():
         from etude.runs.checkpoint import read_checkpoint
 
         checkpoint = path.resolve()  # `last` and `best` are links
-        return _restore(checkpoint.parent.parent, read_checkpoint(checkpoint))
+        return _restore(checkpoint.parent.parent, read_checkpoint(checkpoint), cls)
     raise CheckpointError(
         f"{path} is neither a run with checkpoints, nor a checkpoint, nor a saved policy; `etude runs` lists the runs"
     )
@@ -47,10 +49,15 @@ def _choose(run: Path, which: str) -> Checkpoint:
     return store.load(int(which) if which.isdecimal() else which)
 
 
-def _restore(run: Path, checkpoint: Checkpoint) -> nn.Module:
+def _restore(run: Path, checkpoint: Checkpoint, cls: type[PolicyModule] | None) -> nn.Module:
     tree = checkpoint.tree
+    if "lightning" in tree:
+        from etude.policies.base import PolicyModule
+        from etude.policies.pretrained import from_tree
+
+        return from_tree(cls or PolicyModule, tree, str(checkpoint.path))
     description = tree.get("session", {}).get("policy")
-    policy: Any = _describe(description, checkpoint.path, run) if description else _build(run)
+    policy: Any = _describe(description, checkpoint.path, run, cls) if description else _build(run)
     weights = {**tree["policy"], **tree.get("shown", {}), **tree.get("ema", {})}
     try:
         policy.load_state_dict(weights)
@@ -65,13 +72,14 @@ def _restore(run: Path, checkpoint: Checkpoint) -> nn.Module:
     return module
 
 
-def _describe(description: Any, checkpoint: Path, run: Path) -> Any:
+def _describe(description: Any, checkpoint: Path, run: Path, cls: type[PolicyModule] | None) -> Any:
     from etude.policies.base import PolicyModule
+    from etude.policies.pretrained import from_description
     from etude.registry import load_plugins
     from etude.runs.directory import Run
 
     load_plugins(Run(run).read_config().get("plugins") or [])
-    return PolicyModule.from_description(description, str(checkpoint))
+    return from_description(cls or PolicyModule, description, str(checkpoint))
 
 
 def _build(run: Path) -> Any:

@@ -19,8 +19,11 @@ from etude.low_precision import require_low_precision_of
 from etude.policies import pretrained
 from etude.policies.executor import ActionExecutor
 from etude.policies.normalize import BOUNDED, Normalizer
-from etude.policies.spec import condense
+from etude.policies.spec import condense, spec_from_json, spec_to_json
 from etude.types import DataSpec, Feature, Loss
+
+SPEC_KEY = "etude_spec"
+"""Where the metadata of a state dictionary holds a policy's spec, so that one without layers can be loaded."""
 
 
 class PolicyModule(nn.Module):
@@ -260,9 +263,27 @@ class PolicyModule(nn.Module):
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """Load a policy saved by `save_pretrained`; on `PolicyModule` itself, whichever it is."""
+        """Load a policy saved by `save_pretrained`, or from a checkpoint; on `PolicyModule` itself, whichever it is.
+
+        A class that is not registered, such as one of a script of yours, loads what it has saved itself.
+        """
         policy: Self = pretrained.load(cls, Path(directory))
         return policy
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Mapping[str, Any], *rest: Any, **named: Any
+    ) -> None:
+        """Make the layers before torch looks for their weights, where the state dictionary knows the spec."""
+        if not self.is_built and SPEC_KEY in local_metadata:
+            self.is_restored = True
+            self.build(spec_from_json(local_metadata[SPEC_KEY]))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
+
+
+def specs_of(module: nn.Module) -> dict[str, Any]:
+    """Return the specs of the policies inside a module by name, as JSON values."""
+    found = ((name, part) for name, part in module.named_modules() if isinstance(part, PolicyModule))
+    return {name: spec_to_json(part.spec) for name, part in found if part.is_built}
 
 
 def single_action(owner: str, spec: DataSpec) -> tuple[str, Feature]:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from etude.errors import CheckpointError, ConfigError, DataError, RegistryError
+from etude.errors import CheckpointError, ConfigError, DataError, RegistryError, one_line
 from etude.policies.spec import spec_from_json, spec_to_json
 from etude.registry import POLICY_REGISTRY
+from etude.runs.checkpoint import read_checkpoint
 from etude.runs.durable import write_atomically
+from etude.runs.manifest import MANIFEST_NAME
 from etude.runs.tensor_file import read_tensor_file
 
 if TYPE_CHECKING:
@@ -60,7 +62,9 @@ def save(policy: PolicyModule, description: Mapping[str, Any], directory: Path) 
 
 
 def load(kind: type[PolicyModule], directory: Path) -> Any:
-    """Return the policy saved in a directory; it must be a `kind`."""
+    """Return the policy saved in a directory or in a checkpoint; it must be a `kind`."""
+    if not (directory / CONFIG_FILE).exists() and (directory / MANIFEST_NAME).exists():
+        return from_tree(kind, read_checkpoint(directory).tree, str(directory))
     description = _read_description(directory)
     weights = directory / WEIGHTS_FILE
     try:
@@ -71,11 +75,26 @@ def load(kind: type[PolicyModule], directory: Path) -> Any:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read the policy's weights {weights}: {error}") from None
     policy = from_description(kind, description, str(directory / CONFIG_FILE))
+    return _with_weights(policy, tensors, f"the weights {weights} do not fit the policy in {CONFIG_FILE}")
+
+
+def from_tree(kind: type[PolicyModule], tree: Mapping[str, Any], source: str) -> PolicyModule:
+    """Return the policy in the state of a checkpoint, of a run or of Lightning's Trainer; it must be a `kind`."""
+    if "lightning" in tree:
+        description, weights = tree["lightning"].get("policy"), tree["model"]
+        weights = {name.removeprefix("policy."): value for name, value in weights.items()}
+    else:
+        description, weights = tree.get("session", {}).get("policy"), {**tree.get("policy", {}), **tree.get("ema", {})}
+    if description is None:
+        raise CheckpointError(f"{source} does not say which policy it holds, so it cannot be loaded as one")
+    return _with_weights(from_description(kind, description, source), weights, f"{source}: the weights do not fit")
+
+
+def _with_weights(policy: PolicyModule, weights: Mapping[str, Tensor], complaint: str) -> PolicyModule:
     try:
-        policy.load_state_dict(tensors)
+        policy.load_state_dict(weights)
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"the weights {weights} do not fit the policy in {CONFIG_FILE}: {reason}") from None
+        raise CheckpointError(f"{complaint}: {one_line(error, 300)}") from None
     return policy.eval()
 
 
@@ -98,7 +117,8 @@ def _read_description(directory: Path) -> dict[str, Any]:
         description = json.loads(path.read_bytes())
     except FileNotFoundError:
         what = "there is no such directory" if not directory.is_dir() else f"it has no {CONFIG_FILE}"
-        raise CheckpointError(f"{directory} is not a saved policy: {what}") from None
+        hint = "; load_policy takes a run, or a folder of checkpoints" if directory.is_dir() else ""
+        raise CheckpointError(f"{directory} is not a saved policy: {what}{hint}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read the saved policy {path}: {error}") from None
     if not isinstance(description, dict) or description.get("format") != FORMAT:
@@ -114,13 +134,21 @@ def _find_class(kind: type[PolicyModule], description: Mapping[str, Any], source
     own = f"{kind.__module__}:{kind.__qualname__}"
     if home == own or (key is not None and key == POLICY_REGISTRY.key_of(kind)):
         return kind
+    name = str(home).partition(":")[2]
+    # A class of a script is `__main__:Mine` where the script runs, and `script:Mine` where it is imported.
+    if key is None and name == kind.__qualname__:
+        return kind
     # Only what is registered is imported: a file must not be able to name code to run.
     try:
         found: Any = POLICY_REGISTRY.get(str(key)) if key is not None else None
     except RegistryError as error:
         raise CheckpointError(f"{source}: {error}; load the plugin that registers it first") from None
     if found is None:
-        raise CheckpointError(f"{source} holds a {home}, which is not registered; call from_pretrained on that class")
+        short = name.rpartition(".")[2]
+        raise CheckpointError(
+            f"{source} holds a {name}, which is not registered; say which class that is: "
+            f"load_policy(path, cls={short}) or {short}.from_pretrained(path)"
+        )
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise CheckpointError(f"{source} holds a policy {key!r}, no {kind.__name__}; use PolicyModule.from_pretrained")
     return found

@@ -247,7 +247,7 @@ def test_a_policy_of_a_class_that_is_not_registered_is_loaded_by_that_class(tmp_
     policy.build(make_spec())
     policy.save_pretrained(tmp_path)
     assert type(Plain.from_pretrained(tmp_path)) is Plain
-    with pytest.raises(CheckpointError, match="Plain, which is not registered; call from_pretrained on that class"):
+    with pytest.raises(CheckpointError, match=r"Plain, which is not registered; say which class that is: load_policy"):
         PolicyModule.from_pretrained(tmp_path)
 
 

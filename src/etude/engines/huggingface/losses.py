@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,6 +63,13 @@ class Share:
     weight: float
     metrics: Mapping[str, Number]
 
+    @property
+    def mean(self) -> Tensor:
+        """The mean loss; nought where nothing counts."""
+        if self.factor == self.weight:
+            return self.root
+        return self.root * (self.factor / self.weight if self.weight else 0.0)
+
 
 def weigh(value: Any, inputs: Any, items: Number) -> Share:
     """Accept a Loss, `{"loss": mean, "weight": ...}`, `{"loss": mean}`, `(mean, ...)` or a mean of `items`."""
@@ -87,8 +94,26 @@ def carries_weight(value: Any) -> bool:
 
 def mean_of(value: Any, inputs: Any) -> Tensor:
     """Return the mean loss in what a model or `compute_loss` returned."""
-    share = weigh(value, inputs, batch_length(inputs))
-    return share.root if share.factor == share.weight else share.root * (share.factor / share.weight)
+    return weigh(value, inputs, batch_length(inputs)).mean
+
+
+def split_outputs(returned: Any) -> tuple[Any, Any]:
+    """Return (loss, outputs) of what a `compute_loss` returned that was asked for its outputs too.
+
+    One that pays no heed to that may return a Loss, a dictionary or a scalar.
+    """
+    if isinstance(returned, tuple) and returned:
+        return returned[0], returned[1] if len(returned) == 2 else returned[1:]
+    return returned, returned
+
+
+def predictions_of(outputs: Any, ignored: Sequence[str]) -> tuple[Tensor, ...]:
+    """Return what of a model's outputs can be predictions: every tensor that is no single number."""
+    if isinstance(outputs, Mapping):
+        found = [value for name, value in outputs.items() if name not in {"loss", "weight", *ignored}]
+    else:
+        found = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+    return tuple(value.detach() for value in found if isinstance(value, Tensor) and value.dim())
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +16,18 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from etude.data.coerce import as_data
+from etude.engines.huggingface.batches import EvaluationBatches, ready_made
 from etude.engines.huggingface.checkpoints import is_transformers_model
-from etude.engines.huggingface.losses import accepts, mean_of, takes_anything, takes_batch
+from etude.engines.huggingface.losses import (
+    accepts,
+    count_items,
+    mean_of,
+    predictions_of,
+    split_outputs,
+    takes_anything,
+    takes_batch,
+    weigh,
+)
 from etude.engines.huggingface.steps import ExactSteps
 from etude.engines.session import choose_windows
 from etude.engines.signals import StopSignals
@@ -33,6 +44,13 @@ _REFUSED = {
     "ignore_data_skip": "resuming skips no data, so there is nothing to ignore; leave it out",
     "enable_jit_checkpoint": "SIGTERM saves and stops already; leave it out",
 }
+
+_NEEDS = {
+    "gradient_checkpointing": "gradient_checkpointing_enable",
+    "label_smoothing_factor": "config",
+    "neftune_noise_alpha": "get_input_embeddings",
+}
+"""Options that ask something of the model which only those of transformers are sure to have."""
 
 
 class BaseTrainer(ExactSteps):
@@ -59,19 +77,26 @@ class BaseTrainer(ExactSteps):
                 data is built now.
             args: The `TrainingArguments`.
             positional: Further arguments of `transformers.Trainer`, in its order.
-            train_loader: A ready-made loader. It keeps its batches, order and workers; ranks take turns, so it must
-                not shard.
-            eval_loader: A ready-made loader for evaluation.
+            train_loader: A ready-made loader: a DataLoader, a list of batches, or any other iterable of batches. It
+                keeps its batches, order and workers; ranks take turns, so it must not shard.
+            eval_loader: A ready-made loader for evaluation, or a dictionary of them by name.
             options: Further arguments of `transformers.Trainer` by name.
         """
         self.train_loader, self.eval_loader = train_loader, eval_loader
         if train_loader is not None and options.get("train_dataset") is not None:
             raise ConfigError("give train_loader or train_dataset, not both")
         if eval_loader is not None:
+            if options.get("eval_dataset") is not None:
+                raise ConfigError("give eval_loader or eval_dataset, not both")
             # transformers refuses to evaluate without a dataset, though it only ever asks for a loader.
-            options.setdefault("eval_dataset", getattr(eval_loader, "dataset", eval_loader))
+            options["eval_dataset"] = getattr(eval_loader, "dataset", eval_loader)
+        for name, given in (("train_loader", train_loader), ("eval_loader", eval_loader)):
+            for loader in given.values() if name == "eval_loader" and isinstance(given, dict) else [given]:
+                if loader is not None and not isinstance(loader, DataLoader):
+                    ready_made(loader, name)
         if args is not None:
             _refuse_options(args, train_loader)
+            _refuse_for_model(args, model)
         _build(model, train_loader, options.get("train_dataset"), args)
         super().__init__(model, args, *positional, **options)
         if self.model is not None:
@@ -83,6 +108,8 @@ class BaseTrainer(ExactSteps):
         self._is_custom = type(self).compute_loss is not BaseTrainer.compute_loss
         self._takes_batch: bool | None = None
         self._takes_items = accepts(type(self).compute_loss, "num_items_in_batch")
+        self._takes_outputs = accepts(type(self).compute_loss, "return_outputs")
+        self._measured: list[tuple[float, float]] = []
         self.add_callback(_OnBegin(self))
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -122,12 +149,25 @@ class BaseTrainer(ExactSteps):
         return DataLoader(dataset, **options)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the ready-made loader for evaluation, sharded over the ranks, or one made of a dataset."""
+        """Return a ready-made loader for evaluation, sharded over the ranks, or one made of a dataset."""
         loader = self.eval_loader
         if loader is None or (eval_dataset is not None and eval_dataset is not getattr(loader, "dataset", loader)):
-            return super().get_eval_dataloader(eval_dataset)
+            named = isinstance(eval_dataset, str) and isinstance(loader, dict)
+            loader = loader[eval_dataset] if named else eval_dataset
+            if not named and not isinstance(loader, DataLoader):
+                return super().get_eval_dataloader(eval_dataset)
+        return self._evaluated(loader)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Return a ready-made loader to predict from, sharded over the ranks, or one made of a dataset."""
+        is_loader = isinstance(test_dataset, DataLoader)
+        return self._evaluated(test_dataset) if is_loader else super().get_test_dataloader(test_dataset)
+
+    def _evaluated(self, loader: Any) -> Any:
         # Anew each time: a prepared loader counts its passes, and shuffles each differently.
-        return self.accelerator.prepare(loader) if isinstance(loader, DataLoader) else loader
+        if isinstance(loader, DataLoader):
+            return self.accelerator.prepare(loader)
+        return EvaluationBatches(ready_made(loader, "eval_loader"), self.args.seed)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         return dataset if self._takes_any_column() else super()._remove_unused_columns(dataset, description)
@@ -183,17 +223,32 @@ class BaseTrainer(ExactSteps):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
         labels = tuple(inputs[name] for name in self.label_names if isinstance(inputs, Mapping) and name in inputs)
-        items = {}
+        asked: dict[str, Any] = {"return_outputs": True} if self._takes_outputs else {}
         if self._is_custom and self._takes_items:
-            items["num_items_in_batch"] = self._get_num_items_in_batch([inputs], self.args.device)
+            asked["num_items_in_batch"] = self._get_num_items_in_batch([inputs], self.args.device)
         with torch.no_grad(), self.compute_loss_context_manager():
-            value, outputs = self.compute_loss(model, inputs, return_outputs=True, **items)
-            loss = mean_of(value, inputs).detach()
-        if prediction_loss_only or not isinstance(outputs, Mapping) or not labels:
+            items = count_items(inputs, self._loss_shifts_labels)
+            value, outputs = split_outputs(self.compute_loss(model, inputs, **asked))
+            share = weigh(value, inputs, items)
+        self._measured.append((share.root.item() * share.factor, share.weight))
+        loss = share.mean.detach()
+        if prediction_loss_only:
             return loss, None, None
-        hidden = {"loss", "weight", *(ignore_keys or [])}
-        logits = tuple(v.detach() for k, v in outputs.items() if k not in hidden and isinstance(v, Tensor) and v.dim())
-        return loss, _single(logits), _single(labels)
+        return loss, _single(predictions_of(outputs, ignore_keys or [])), _single(labels)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict; the mean loss is over everything that its batches sum over.
+
+        transformers counts every batch as one of `per_device_eval_batch_size`. Over several ranks it stays that way,
+        because only transformers knows which samples it has repeated to keep the ranks in step.
+        """
+        self._measured = []
+        output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
+        total, weight = (math.fsum(numbers) for numbers in zip(*self._measured or [(0.0, 0.0)], strict=True))
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        if self.args.world_size == 1 and weight and f"{prefix}_loss" in output.metrics:
+            output.metrics[f"{prefix}_loss"] = total / weight
+        return output
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate on a random stream of its own, so that the same weights always measure the same."""
@@ -254,6 +309,15 @@ def _refuse_options(args: TrainingArguments, train_loader: Any) -> None:
         raise ConfigError("auto_find_batch_size cannot change a ready-made train_loader; give train_dataset instead")
 
 
+def _refuse_for_model(args: TrainingArguments, model: nn.Module | None) -> None:
+    for name, method in _NEEDS.items():
+        if model is not None and getattr(args, name, None) and not hasattr(model, method):
+            kind = type(model).__name__
+            raise ConfigError(
+                f"TrainingArguments.{name} needs a model with {method}, which {kind} has not; leave it out"
+            )
+
+
 def _build(model: nn.Module | None, loader: Any, dataset: Any, args: TrainingArguments | None) -> None:
     """Build a policy that takes its shapes from the data, and let windowed data take its windows from the policy."""
     if model is None:
@@ -262,7 +326,7 @@ def _build(model: nn.Module | None, loader: Any, dataset: Any, args: TrainingArg
     choose_windows(model, getattr(source, "dataset", source))
     if getattr(model, "is_built", True) is not False:
         return
-    spec = None if source is None else as_data(source).spec
+    spec = None if source is None else (as_data(source) if loader is None else ready_made(loader)).spec
     if spec is None:
         raise DataError("the policy takes its shapes from the data, but the data has no spec; build the policy first")
     seed_everything(fold(args.seed if args is not None else transformers.TrainingArguments.seed, STREAM_INIT))
@@ -270,4 +334,4 @@ def _build(model: nn.Module | None, loader: Any, dataset: Any, args: TrainingArg
 
 
 def _single(values: tuple[Any, ...]) -> Any:
-    return values[0] if len(values) == 1 else values
+    return values[0] if len(values) == 1 else values or None

@@ -6,16 +6,22 @@ A checkpoint keeps the name that Lightning gives it (`epoch=0-step=10.ckpt`), an
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.core import saving
 
 from etude.engines.lightning.codec import decode, encode
 from etude.errors import CheckpointError
+from etude.policies.base import SPEC_KEY, PolicyModule
+from etude.policies.pretrained import from_tree
 from etude.runs import durable
 from etude.runs.checkpoint import CheckpointStore, read_checkpoint
 from etude.runs.manifest import MANIFEST_NAME, DamagedCheckpointError, read_manifest
@@ -24,6 +30,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 log = logging.getLogger("etude")
+
+SAVED = "etude"
+"""Our key in Lightning's checkpoints."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -66,11 +75,12 @@ class SafeCheckpointIO(CheckpointIO):
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Load a checkpoint as Lightning's dictionary, every byte verified.
 
-    A directory of checkpoints gives its newest good one. In place of a damaged one the newest good one that is not
-    newer is taken, with a warning. A single file of Lightning's own is read without executing anything in it.
+    A directory of checkpoints, or the `version_N` that holds it, gives its newest good one. In place of a damaged one
+    the newest good one that is not newer is taken, with a warning. A single file of Lightning's own is read without
+    executing anything in it.
 
     Args:
-        path: A checkpoint, or the directory they lie in.
+        path: A checkpoint, the directory they lie in, or that of the run.
     """
     found = Path(path)
     if found.is_file():
@@ -80,8 +90,12 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         if not aside.exists():
             raise CheckpointError(f"there is no checkpoint at {found}")
         found = aside
-    if not (found / MANIFEST_NAME).exists() and (inside := _checkpoints_in(found)):
-        return _load_first(inside, f"no checkpoint in {found} can be loaded")
+    if not (found / MANIFEST_NAME).exists():
+        if inside := _checkpoints_in(found) or _checkpoints_in(found / "checkpoints"):
+            return _load_first(inside, f"no checkpoint in {found} can be loaded")
+        versions = sorted(found.glob("version_*"), key=lambda path: path.stat().st_mtime)
+        if versions:
+            raise CheckpointError(f"{found} holds several runs; name one of them, such as {versions[-1]}")
     try:
         return _from_tree(read_checkpoint(found).tree)
     except DamagedCheckpointError as error:
@@ -90,21 +104,41 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         return _load_first(_not_newer(older, found), f"{error}, and no other checkpoint beside it is good")
 
 
-def load_policy(path: str | os.PathLike[str]) -> nn.Module:
+def load_policy(path: str | os.PathLike[str], cls: type[PolicyModule] | None = None) -> nn.Module:
     """Return the trained policy of a checkpoint, built and ready to act; its data is not needed.
 
     Args:
         path: A checkpoint of a policy that `etude.engines.lightning.Trainer` trained, or the directory they lie in.
+        cls: The policy's class, where it is one of yours that is not registered.
     """
-    from etude.policies.base import PolicyModule
-
     checkpoint = load_checkpoint(path)
     if "policy" not in checkpoint:
-        raise CheckpointError(f"{path} does not say which policy it holds; load its weights with load_checkpoint")
-    policy = PolicyModule.from_description(checkpoint["policy"], str(path))
-    weights = checkpoint["state_dict"]
-    policy.load_state_dict({name.removeprefix("policy."): value for name, value in weights.items()})
-    return policy.eval()
+        raise CheckpointError(
+            f"{path} holds a LightningModule, not a policy by itself; load it with YourModule.load_from_checkpoint"
+        )
+    tree = {"lightning": checkpoint, "model": checkpoint["state_dict"]}
+    return from_tree(cls or PolicyModule, tree, str(path))
+
+
+def _read_directories() -> None:
+    """Let `load_from_checkpoint` of any LightningModule or data module read our checkpoints, which are directories."""
+    read_file = vars(saving)["pl_load"]
+
+    @functools.wraps(read_file)
+    def read(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(path, str | os.PathLike) or not Path(path).is_dir():
+            return read_file(path, *args, **kwargs)  # Lightning's own, as it was called
+        checkpoint, place = load_checkpoint(path), kwargs.get("map_location")
+        if isinstance(place, str | torch.device):
+            state = checkpoint["state_dict"]
+            for name, value in state.items():
+                state[name] = value.to(place) if isinstance(value, torch.Tensor) else value
+        return checkpoint
+
+    vars(saving)["pl_load"] = read
+
+
+_read_directories()
 
 
 # -- what is inside -------------------------------------------------------------------------------------------------
@@ -132,15 +166,16 @@ def _may_drop(path: str, value: Any) -> bool:
 
 def _from_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     checkpoint: dict[str, Any] = decode(tree["lightning"])
-    checkpoint["state_dict"] = decode(tree["model"])
+    checkpoint["state_dict"] = state = OrderedDict(decode(tree["model"]))
+    # Where torch keeps what belongs to a state dictionary beside its tensors: policies without layers build them there.
+    specs = checkpoint.get(SAVED, {}).get("specs", {})
+    state._metadata = {name: {SPEC_KEY: spec} for name, spec in specs.items()}  # type: ignore[attr-defined]
     if "optimizer" in tree:
         checkpoint["optimizer_states"] = decode(tree["optimizer"])
     return checkpoint
 
 
 def _load_foreign(path: Path) -> dict[str, Any]:
-    import torch
-
     try:
         loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

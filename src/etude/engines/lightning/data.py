@@ -22,6 +22,13 @@ class PlainDataModule(lightning.LightningDataModule):
             raise AttributeError(name)
         return getattr(self.module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("module")
+        if module is None or name in vars(self) or hasattr(type(self), name) or not hasattr(module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)  # such as the batch size that Lightning's Tuner tries
+
     def prepare_data(self) -> None:
         """Pass on, if the module wants to know."""
         self._call("prepare_data")

@@ -195,6 +195,10 @@ def _quiet() -> Iterator[None]:
     """Keep Lightning from announcing devices and lengths that are not its own, and from warning of its own parts."""
     log = logging.getLogger("lightning.pytorch")
     level = log.level
+    # A profiler reports at INFO too, and whoever asked for one wants to read it.
+    profiles = logging.getLogger("lightning.pytorch.profilers.profiler")
+    profiles_level = profiles.level
+    profiles.setLevel(min(profiles.getEffectiveLevel(), logging.INFO))
     log.setLevel(max(level, logging.WARNING))
     try:
         with warnings.catch_warnings():
@@ -202,3 +206,4 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(level)
+        profiles.setLevel(profiles_level)

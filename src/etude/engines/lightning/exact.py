@@ -11,7 +11,9 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -19,15 +21,14 @@ from torch.optim import Optimizer
 
 from etude.engines import guard
 from etude.engines.distributed import Group
+from etude.engines.lightning.checkpoint import SAVED
 from etude.engines.sharding import local_tensor
 from etude.low_precision import require_low_precision
+from etude.policies.base import specs_of
 from etude.rng import STREAM_EVALUATE, STREAM_STEP, fold, seed_everything
 from etude.types import Loss, split_loss
 
 log = logging.getLogger("etude")
-
-SAVED = "etude"
-"""Our key in Lightning's checkpoints."""
 
 
 class ExactSteps(lightning.Callback):
@@ -54,15 +55,12 @@ class ExactSteps(lightning.Callback):
     # -- life ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """See whose trainer it is, and whether the CPU can do what was asked of it."""
+        """Let `training_step` return a Loss (the Tuner trains before `on_fit_start`), if the CPU can do what is asked."""
         require_low_precision(trainer.precision, trainer.strategy.root_device)
         self.takes_part = hasattr(trainer, "addressed")
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let `training_step` return a Loss."""
-        self._weights, self._losses, self._window, self._stepped = [], [], [], False
         step: Any = getattr(pl_module, "training_step", None)
-        if self.takes_part and pl_module.automatic_optimization and not hasattr(step, "returns_losses"):
+        wraps = self.takes_part and stage == "fit" and pl_module.automatic_optimization
+        if wraps and not hasattr(step, "returns_losses"):
 
             @functools.wraps(step)
             def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -70,6 +68,10 @@ class ExactSteps(lightning.Callback):
 
             training_step.returns_losses = True  # type: ignore[attr-defined]
             pl_module.training_step = training_step
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin with nothing accumulated."""
+        self._weights, self._losses, self._window, self._stepped = [], [], [], False
         self._clips = self.takes_part and self._guard_clipping(trainer, pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -94,8 +96,15 @@ class ExactSteps(lightning.Callback):
         self._restore(trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the module as it was."""
+        """Save where a signal has stopped training between two batches, and leave the module as it was."""
+        if self.takes_part and isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING:
+            trainer.save_interrupted()
         self._restore(trainer, pl_module)
+
+    def on_predict_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Stop for a signal; Lightning asks everywhere but here."""
+        if trainer.received_sigterm:
+            raise SIGTERMException
 
     @staticmethod
     def _restore(trainer: Any, pl_module: Any) -> None:
@@ -145,7 +154,8 @@ class ExactSteps(lightning.Callback):
         if not isinstance(inner, Loss):
             return output
         total, _, weight, _ = split_loss(inner, batch)
-        if trainer.accumulate_grad_batches == 1 and trainer.world_size == 1:
+        alone = trainer.accumulate_grad_batches == 1 and trainer.world_size == 1
+        if alone or self not in trainer.callbacks:  # the Tuner trains without callbacks
             scaled = total / weight if float(weight) else total * 0.0
         else:
             self._weights.append(float(weight))
@@ -173,7 +183,9 @@ class ExactSteps(lightning.Callback):
         weight, weighs = math.fsum(self._weights), bool(self._weights)
         bad = float(not math.isfinite(size + loss + weight))
         if trainer.world_size > 1:
-            weight, bad = self._group(trainer).sum([weight, bad])
+            weight, bad, signals = self._group(trainer).sum([weight, bad, float(trainer.stop_signal)])
+            if signals:
+                trainer.agreed_signal = max(map(int, self._group(trainer).gather(trainer.stop_signal)))
         if bad and not _may_overflow(trainer):
             self._stop(trainer, params)
         if weighs and grads:
@@ -214,7 +226,7 @@ class ExactSteps(lightning.Callback):
         """Save the seed, and gradients if the checkpoint falls into the middle of an accumulation."""
         if not self.takes_part:
             return
-        saved: dict[str, Any] = {"seed": trainer.root_seed, "world": trainer.world_size}
+        saved: dict[str, Any] = {"seed": trainer.root_seed, "world": trainer.world_size, "specs": specs_of(pl_module)}
         if pl_module.automatic_optimization and self._window and not self._stepped:
             if trainer.world_size > 1:
                 log.warning("saved in the middle of an accumulation over several ranks: a resume from here is inexact")
@@ -229,6 +241,7 @@ class ExactSteps(lightning.Callback):
         """Take up the seed unless another was asked for, and say what cannot be exact."""
         if not self.takes_part:
             return
+        reopen_epoch(checkpoint.get("loops", {}).get("fit_loop"))
         saved = checkpoint.get(SAVED)
         if saved is None:
             log.warning("the checkpoint was not written by Etude: training goes on, but not as it would have")
@@ -237,6 +250,25 @@ class ExactSteps(lightning.Callback):
         if saved["world"] != trainer.world_size:
             log.warning("resuming with %d ranks instead of %d: not bit for bit", trainer.world_size, saved["world"])
         self._partial = saved.get("partial")
+
+
+def reopen_epoch(loop: dict[str, Any] | None) -> bool:
+    """Go on inside an epoch that `max_steps`, `max_time` or an early stop has ended before its last batch.
+
+    Lightning counts such an epoch as processed, and would begin the next one. Changes the state of its training loop
+    and tells whether there was such an epoch.
+    """
+    if loop is None:
+        return False
+    epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
+    within = batches["current"]
+    if batches["is_last_batch"] or not within["ready"] or within["ready"] != within["completed"]:
+        return False
+    if not epochs["total"]["processed"] == epochs["total"]["started"] == epochs["total"]["ready"]:
+        return False
+    for counts in (epochs["total"], epochs["current"]):
+        counts["processed"] = counts["completed"] = counts["ready"] - 1
+    return True
 
 
 def _finish_epoch(trainer: Any) -> None:

@@ -58,8 +58,9 @@ class PolicyDatasetInteraction(ExactSteps):
 
     def introduce(self, trainer: Any, pl_module: Any) -> None:
         """Give the data its windows and build what is not built yet; once is enough."""
-        policies = [module for module in pl_module.modules() if hasattr(module, "action_delta_indices")]
-        unbuilt = [module for module in pl_module.modules() if getattr(module, "is_built", True) is False]
+        modules = [module for module in pl_module.modules() if not isinstance(module, LightningPolicy)]
+        policies = [module for module in modules if hasattr(module, "action_delta_indices")]
+        unbuilt = [module for module in modules if getattr(module, "is_built", True) is False]
         if not policies and not unbuilt:
             return
         sources = list(_sources(trainer))
@@ -72,6 +73,8 @@ class PolicyDatasetInteraction(ExactSteps):
             self._build(trainer, policy, spec)
 
     def _build(self, trainer: Any, policy: nn.Module, spec: DataSpec | None) -> None:
+        if spec is None and getattr(trainer, "loads_checkpoint", False):
+            return  # its weights are still to be loaded, and bring the spec along
         if spec is None:
             raise ConfigError(
                 f"{type(policy).__name__} takes its shapes from the data, but neither the data module nor its dataset "
@@ -127,8 +130,8 @@ def _sources(trainer: Any) -> Iterator[Any]:
         if found[0] is None:
             dataset = getattr(module.train_dataloader(), "dataset", None)
             yield from () if dataset is None else (dataset,)
-    for loader in getattr(trainer, "addressed", ()):
-        if loader.dataset is not None:
+    for loader in (*getattr(trainer, "addressed", ()), *getattr(trainer, "evaluated", ())):
+        if getattr(loader, "dataset", None) is not None:
             yield loader.dataset
 
 

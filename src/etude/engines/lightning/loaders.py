@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from etude.data.fetch import Fetch
 from etude.data.loader import LoaderData, iterates_its_own_way
@@ -152,7 +153,14 @@ class AddressedStream:
             try:
                 batch = next(iterator)
             except StopIteration:
-                return
+                if number:
+                    return
+                name = type(self.loader).__name__
+                once = "it can be read only once" if isinstance(self.loader, Iterator) else "another pass gave nothing"
+                why = once if epoch else "it is empty"
+                raise DataError(
+                    f"{name} has no batch for epoch {epoch}: {why}; give a DataLoader, or an iterable that begins anew"
+                ) from None
             if number >= start:
                 yield batch
             number += 1
@@ -197,6 +205,12 @@ def address(loaders: Any, trainer: Any) -> CombinedLoader:
 def _address_one(loader: Any, trainer: Any) -> Addressed:
     if isinstance(loader, AddressedLoader | AddressedStream):
         return loader
+    if isinstance(loader, Tensor) or (isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)):
+        raise DataError(
+            f"train_dataloaders holds a {type(loader).__name__}, which makes no batches, and to Lightning a list or "
+            "dictionary is a collection of loaders: wrap samples as DataLoader(data, batch_size=...), and ready-made "
+            "batches as DataLoader(batches, batch_size=None)"
+        )
     # A loader that shards by itself (use_distributed_sampler=False) must be iterated as it is.
     indexed = isinstance(loader, DataLoader) and not iterates_its_own_way(loader)
     if indexed and size_of(loader) is not None and trainer.deals_out_batches:

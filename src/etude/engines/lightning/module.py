@@ -24,7 +24,8 @@ class LightningPolicy(lightning.LightningModule):
     """Trains a policy whose forward turns a batch into a loss.
 
     Logs train/loss, val/loss and test/loss with the policy's other metrics, and val/success and test/success where the
-    data module names an environment.
+    data module names an environment. Attributes that a LightningModule does not have are the policy's, so that
+    callbacks find its methods on `pl_module`.
     """
 
     def __init__(self, policy: nn.Module, optimizer: OptimizerConfiguration) -> None:
@@ -33,8 +34,41 @@ class LightningPolicy(lightning.LightningModule):
         self.optimizer_configuration = optimizer
         self._meter = Meter()
         own = {"policy": type(policy).__name__, **getattr(policy, "_params", {})}
-        chosen = {} if hasattr(policy, "configure_optimizers") else {"optimizer": optimizer.model_dump(mode="json")}
+        # What Lightning's own gradient_clip_val decides is not recorded as if it were decided here.
+        settings = optimizer.model_dump(mode="json", exclude={"clip_norm", "match"})
+        chosen = {} if hasattr(policy, "configure_optimizers") else {"optimizer": settings}
         self.save_hyperparameters({**own, **chosen})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            policy = self.__dict__.get("_modules", {}).get("policy")
+            if policy is None:
+                raise
+        return getattr(policy, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        policy = self.__dict__.get("_modules", {}).get("policy")
+        own = policy is None or name in vars(self) or hasattr(type(self), name) or name in self._modules
+        if not own and hasattr(policy, name):
+            setattr(policy, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def lr(self) -> Any:
+        """The peak learning rate, for Lightning's Tuner; that of a policy with optimizers of its own is its own."""
+        if hasattr(self.policy, "configure_optimizers"):
+            return getattr(self.policy, "lr", None)
+        return self.optimizer_configuration.lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        if hasattr(self.policy, "configure_optimizers"):
+            self.policy.lr = value  # type: ignore[assignment]  # a plain attribute of the policy's
+        else:
+            self.optimizer_configuration = self.optimizer_configuration.model_copy(update={"lr": float(value)})
 
     def forward(self, batch: Any) -> Any:
         """Return what the policy makes of a batch."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,28 @@ import lightning
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from etude.config.training import OptimizerConfiguration
 from etude.engines.lightning.checkpoint import SafeCheckpointIO
 from etude.engines.lightning.data import as_lightning, is_data_module, no_loaders
+from etude.engines.lightning.exact import reopen_epoch
 from etude.engines.lightning.interaction import PolicyDatasetInteraction
 from etude.engines.lightning.loaders import Addressed, address
 from etude.engines.lightning.module import LightningPolicy
 from etude.engines.optimizers import torch_optimizers
-from etude.errors import ConfigError
+from etude.engines.signals import StopSignals
+from etude.errors import ConfigError, DataError, Interrupted
 
 log = logging.getLogger("etude")
+
+INTERRUPTED = "interrupted.ckpt"
+"""The checkpoint that a signal leaves beside those of ModelCheckpoint; one name, so that there is one of them."""
 
 
 class Trainer(lightning.Trainer):
@@ -33,7 +42,7 @@ class Trainer(lightning.Trainer):
 
     Batches and their randomness follow from (seed, epoch, batch), so that `fit(ckpt_path=...)` goes on bit for bit.
     Checkpoints are directories of safetensors and JSON, hashed and put in place by one rename. An update that is not
-    finite is refused before it happens.
+    finite is refused before it happens. SIGINT and SIGTERM save after the batch under way and exit with 130 and 143.
 
     Args:
         experiment_name: Output goes to `<default_root_dir>/<experiment_name>/version_N` instead of `lightning_logs`.
@@ -72,7 +81,14 @@ class Trainer(lightning.Trainer):
     ) -> None:
         self.addressed: list[Addressed] = []
         """The training loaders, which serve batches by place."""
+        self.evaluated: list[Any] = []
+        """The loaders that are being evaluated."""
+        self.loads_checkpoint = False
+        """Whether weights of a checkpoint are about to be loaded."""
         self.deals_out_batches = bool(options.get("use_distributed_sampler", True))
+        self.agreed_signal = 0
+        """The signal that all ranks stop for."""
+        self._signals: StopSignals | None = None
         self._given_seed = seed
         self._saved_seed: int | None = None
         self._optimizer = _optimizer_of(optimizer)
@@ -91,6 +107,11 @@ class Trainer(lightning.Trainer):
             and type(strategy.checkpoint_io) is TorchCheckpointIO
         ):
             strategy.checkpoint_io = SafeCheckpointIO()
+        # Processes that Lightning forks itself have signal handlers of their own, which are left to it.
+        self._handles_signals = not isinstance(strategy.launcher, _MultiProcessingLauncher)
+        if self._handles_signals:
+            # Lightning's handler talks to the other ranks from inside the signal, and exits with 0.
+            self._signal_connector._sigterm_notifier_fn = _ignore  # type: ignore[method-assign,assignment]
 
     # -- seeds --------------------------------------------------------------------------------------------------
 
@@ -106,6 +127,50 @@ class Trainer(lightning.Trainer):
         if self._given_seed is not None and self._given_seed != seed:
             log.warning("resuming with seed %d instead of %d: not bit for bit", self._given_seed, seed)
         self._saved_seed = seed
+
+    # -- signals ------------------------------------------------------------------------------------------------
+
+    @property
+    def stop_signal(self) -> int:
+        """The signal that this process has received, or 0."""
+        return self._signals.received if self._signals is not None else 0
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether to stop now; Lightning asks after each batch. A validation within training is finished first."""
+        if not self._handles_signals:
+            return super().received_sigterm
+        fits = self.state.fn == TrainerFn.FITTING
+        if self.world_size == 1 or not fits:  # else the ranks agree when they sum their weights
+            self.agreed_signal = self.stop_signal
+        return bool(self.agreed_signal) and (self.training or not fits)
+
+    def save_interrupted(self) -> None:
+        """Save where training stands, beside the checkpoints of ModelCheckpoint; without one nothing is saved."""
+        directory = getattr(self.checkpoint_callback, "dirpath", None)
+        if directory is None:
+            return
+        path = Path(directory) / INTERRUPTED
+        self.save_checkpoint(path)
+        log.warning("saved step %d as %s; go on with fit(..., ckpt_path=%r)", self.global_step, path, str(directory))
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """Turn signals into `Interrupted`, which exits with 128 + signal, once what can be saved is saved."""
+        if self._signals is not None or not self._handles_signals:  # within another call of ours, or Lightning's
+            yield
+            return
+        with StopSignals() as self._signals:
+            self.agreed_signal = 0
+            try:
+                yield
+            except SIGTERMException:
+                raise Interrupted(self.agreed_signal or self.stop_signal) from None
+            else:
+                if self.stop_signal:  # it came after the last batch: everything is done, but the caller must know
+                    raise Interrupted(self.stop_signal)
+            finally:
+                self._signals = None
 
     # -- Lightning's calls, for policies and data modules as they are ----------------------------------------------
 
@@ -129,7 +194,10 @@ class Trainer(lightning.Trainer):
             weights_only: As Lightning takes it; checkpoints of this trainer are read without executing anything.
         """
         module = self._as_module(model)
-        self.addressed, self._saved_seed = [], None
+        self.addressed, self.evaluated, self._saved_seed = [], [], None
+        self.loads_checkpoint = ckpt_path is not None
+        if ckpt_path is None and reopen_epoch(state := self.fit_loop.state_dict()):
+            self.fit_loop.load_state_dict(state)
         if datamodule is None and is_data_module(train_dataloaders):
             datamodule, train_dataloaders = train_dataloaders, None
         datamodule = as_lightning(datamodule)
@@ -141,26 +209,43 @@ class Trainer(lightning.Trainer):
         elif lacks and not is_overridden("val_dataloader", datamodule):
             datamodule.val_dataloader = no_loaders
         try:
-            super().fit(module, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+            with self._stoppable():
+                super().fit(module, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
         finally:
             if vars(datamodule or self).get("val_dataloader") is no_loaders:
                 del datamodule.val_dataloader
 
     def validate(self, model: nn.Module | None = None, dataloaders: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Measure the loss on validation data, and success in simulation; as Lightning's `validate`."""
-        return super().validate(*self._evaluated(model, dataloaders, kwargs), *args, **kwargs)
+        with self._stoppable():
+            found = super().validate(*self._evaluated(model, dataloaders, kwargs), *args, **kwargs)
+        return self._require("validate", self.num_val_batches, self.limit_val_batches, found)
 
     def test(self, model: nn.Module | None = None, dataloaders: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Measure the loss on test data, and success in simulation; as Lightning's `test`."""
-        return super().test(*self._evaluated(model, dataloaders, kwargs), *args, **kwargs)
+        with self._stoppable():
+            found = super().test(*self._evaluated(model, dataloaders, kwargs), *args, **kwargs)
+        return self._require("test", self.num_test_batches, self.limit_test_batches, found)
 
     def predict(self, model: nn.Module | None = None, dataloaders: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return what a policy plans for each batch; as Lightning's `predict`."""
-        return super().predict(*self._evaluated(model, dataloaders, kwargs), *args, **kwargs)
+        with self._stoppable():
+            found = super().predict(*self._evaluated(model, dataloaders, kwargs), *args, **kwargs)
+        return self._require("predict", self.num_predict_batches, self.limit_predict_batches, found)
+
+    def _require(self, verb: str, batches: Any, limit: float, found: Any) -> Any:
+        """Return what was found, unless there was no data to find it in, which Lightning passes over in silence."""
+        if limit and not any(batches if isinstance(batches, list) else [batches]):
+            hook = {"validate": "val_dataloader() or val_env", "test": "test_dataloader() or test_env"}
+            wanted = hook.get(verb, "predict_dataloader()")
+            raise DataError(f"there is nothing to {verb} on: give dataloaders, or a data module with {wanted}")
+        return found
 
     def _evaluated(self, model: nn.Module | None, dataloaders: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if kwargs.get("datamodule") is None and is_data_module(dataloaders):
             kwargs["datamodule"], dataloaders = dataloaders, None
+        self.evaluated = CombinedLoader(dataloaders, "sequential").flattened if dataloaders is not None else []
+        self.loads_checkpoint = kwargs.get("ckpt_path") is not None
         if kwargs.get("datamodule") is not None:
             kwargs["datamodule"] = as_lightning(kwargs["datamodule"])
         return None if model is None else self._as_module(model), dataloaders
@@ -179,8 +264,15 @@ class Trainer(lightning.Trainer):
     def take_loaders(self, loaders: Any) -> CombinedLoader:
         """Serve training loaders by place from now on."""
         combined = address(loaders, self)
+        for loader in self.addressed:
+            if loader not in combined.flattened:
+                loader.close()
         self.addressed = combined.flattened
         return combined
+
+
+def _ignore(*_: Any) -> None:
+    """Leave a signal to the handler that was there before."""
 
 
 def _optimizer_of(given: OptimizerConfiguration | Mapping[str, Any] | None) -> OptimizerConfiguration:

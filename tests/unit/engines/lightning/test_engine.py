@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import random
 import signal
@@ -144,6 +145,16 @@ def test_callbacks_loggers_and_profilers_of_lightning_take_part(tmp_path: Path) 
     assert "train/loss" in next((tmp_path / "csv").rglob("metrics.csv")).read_text()
     make(tmp_path / "run", LightningEngine(callbacks=[Watch()]), 25).fit()
     assert steps[20:] == list(range(21, 26))
+
+
+def test_a_profile_that_was_asked_for_is_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said = logging.getLogger("lightning.pytorch.profilers.profiler")
+    said.addHandler(caplog.handler)  # Lightning's loggers may not hand on to the root
+    try:
+        make(tmp_path / "run", LightningEngine(profiler="simple"), 3).fit()
+    finally:
+        said.removeHandler(caplog.handler)
+    assert "FIT Profiler Report" in caplog.text and "run_training_batch" in caplog.text
 
 
 @pytest.mark.slow

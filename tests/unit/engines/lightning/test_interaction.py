@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from etude.engines.lightning import PolicyDatasetInteraction, load_policy
 from etude.errors import ConfigError, DataError
 from etude.policies.mlp import MLP
-from tests.unit.engines.lightning.parts import Moves, MovesModule, Net, loader, make, same, weights
+from tests.unit.engines.lightning.parts import Moves, MovesModule, Net, Noisy, loader, make, same, weights
 
 
 class LightningMoves(lightning.LightningDataModule):
@@ -140,3 +140,32 @@ def test_a_policy_may_bring_its_optimizers_and_the_trainer_a_schedule(tmp_path: 
     trainer = make(tmp_path, max_epochs=1, optimizer={"lr": 1.0, "schedule": "cosine", "warmup_steps": 2})
     trainer.fit(Net(), loader())
     assert trainer.optimizers[0].param_groups[0]["lr"] < 0.2
+
+
+def test_what_makes_no_batches_is_refused(tmp_path: Path) -> None:
+    batches = [{"x": torch.ones(4, 4), "y": torch.ones(4, 1)} for _ in range(3)]
+    for data in (Noisy(), batches):
+        with pytest.raises(DataError, match="which makes no batches, and to Lightning a list or dictionary is"):
+            make(tmp_path).fit(Net(), data)
+    trainer = make(tmp_path, max_epochs=2)
+    trainer.fit(Net(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    assert trainer.global_step == 6
+
+
+@pytest.mark.parametrize("options", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 9}])
+def test_a_generator_lasts_for_one_epoch(tmp_path: Path, options: dict[str, Any]) -> None:
+    batches = [{"x": torch.ones(4, 4), "y": torch.ones(4, 1)} for _ in range(3)]
+    trainer = make(tmp_path, max_epochs=1)
+    trainer.fit(Net(), (batch for batch in batches))
+    assert trainer.global_step == 3
+    with pytest.raises(DataError, match="generator has no batch for epoch 1: it can be read only once"):
+        make(tmp_path, **options).fit(Net(), (batch for batch in batches))
+
+
+def test_a_policy_without_shapes_is_evaluated_on_loaders_and_from_checkpoints(tmp_path: Path) -> None:
+    assert make(tmp_path).validate(MLP(hidden=[8]), DataLoader(Moves(), 8), verbose=False)[0]["val/loss"] > 0
+    policy, loaded = MLP(hidden=[8]), MLP(hidden=[8])
+    make(tmp_path, {"every_n_epochs": 1}, max_epochs=1).fit(policy, MovesModule())
+    plain = [Moves()[index] for index in range(8)]  # without a spec
+    make(tmp_path).validate(loaded, DataLoader(plain, 8), ckpt_path=tmp_path / "saved", verbose=False)  # type: ignore[arg-type]
+    assert same(weights(policy), weights(loaded))

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
+from etude.errors import CheckpointError
 from tests.unit.engines.lightning.parts import Module, Net, Noisy, Weights, loader, make, same, saved, weights
 
 
@@ -128,3 +130,64 @@ def test_validation_does_not_disturb_training(tmp_path: Path) -> None:
     alone = train(tmp_path / "a", "shuffled", EVERY_STEP)
     validated = train(tmp_path / "b", "shuffled", EVERY_STEP, validates=True, val_check_interval=2)
     assert same(alone, validated)
+
+
+@pytest.mark.parametrize("data", ["shuffled", "stream"])
+@pytest.mark.parametrize("save", [{"every_n_epochs": 1}, {"save_last": True, "save_top_k": 0}, EVERY_STEP])
+def test_a_run_that_ended_inside_an_epoch_is_extended_exactly(tmp_path: Path, data: str, save: dict[str, Any]) -> None:
+    whole, half = Module(), Module()
+    make(tmp_path / "whole", max_epochs=3).fit(whole, LOADERS[data]())
+    make(tmp_path / "half", save, max_epochs=-1, max_steps=8).fit(half, LOADERS[data]())
+    extended = Module()
+    trainer = make(tmp_path / "half", max_epochs=3)
+    trainer.fit(extended, LOADERS[data](), ckpt_path=tmp_path / "half" / "saved")
+    assert trainer.global_step == 18
+    assert same(weights(whole), weights(extended))
+
+
+def test_a_run_that_a_callback_stopped_inside_an_epoch_goes_on_exactly(tmp_path: Path) -> None:
+    class StopAt(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.should_stop = trainer.global_step == 3
+
+    whole, half, rest = Module(), Module(), Module()
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 3}
+    make(tmp_path, **options).fit(whole, loader())
+    make(tmp_path, {"every_n_epochs": 1}, callbacks=[StopAt()], min_epochs=0, **options).fit(half, loader())
+    make(tmp_path, **options).fit(rest, loader(), ckpt_path=tmp_path / "saved")
+    assert same(weights(whole), weights(rest))
+
+
+def test_a_finished_run_is_extended_by_epochs_exactly(tmp_path: Path) -> None:
+    whole, half, rest = Net(), Net(), Net()
+    make(tmp_path, max_epochs=3).fit(whole, loader())
+    make(tmp_path, {"every_n_epochs": 1}, max_epochs=2).fit(half, loader())
+    make(tmp_path, max_epochs=3).fit(rest, loader(), ckpt_path=tmp_path / "saved")
+    assert same(weights(whole), weights(rest))
+
+
+def test_the_newest_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"logger": None, "enable_checkpointing": True, "max_epochs": 2}
+    for _ in range(2):
+        make(tmp_path, **options).fit(Net(), loader())
+    rest, whole = Net(), Net()
+    trainer = make(tmp_path, max_epochs=3)
+    trainer.fit(rest, loader(), ckpt_path=str(tmp_path / "lightning_logs" / "version_0"))
+    make(tmp_path, max_epochs=3).fit(whole, loader())
+    assert same(weights(rest), weights(whole))
+    with pytest.raises(CheckpointError, match=r"holds several runs; name one of them, such as .*version_1"):
+        make(tmp_path).fit(Net(), loader(), ckpt_path=tmp_path / "lightning_logs")
+
+
+def test_a_second_fit_goes_on_inside_the_epoch(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Watch(lightning.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((trainer.fit_loop.epoch_progress.current.processed, batch_idx))
+
+    trainer, policy = make(tmp_path, max_epochs=-1, max_steps=4, callbacks=[Watch()]), Net()
+    trainer.fit(policy, loader())
+    trainer.fit_loop.epoch_loop.max_steps = 8
+    trainer.fit(policy, loader())
+    assert seen == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (1, 0), (1, 1)]
