@@ -102,7 +102,8 @@ def _array(batch: Any, name: str, ids: Tensor) -> np.ndarray | None:
         return None
     if value.shape != ids.shape:
         raise DataError(f"{name} has the shape {tuple(value.shape)}, but input_ids {tuple(ids.shape)}")
-    array: np.ndarray = value.detach().cpu().numpy()
+    value = value.detach().cpu()
+    array: np.ndarray = (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # numpy knows no bfloat16
     return array
 
 
