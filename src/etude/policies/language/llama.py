@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from etude.policies.language.head import as_written, wide, working_type
+from etude.policies.language.head import as_written, linear, wide, working_type
 
 JOIN_BELOW = 1 << 18
 """Projections with fewer weights than this are joined: copying them costs less than the calls it saves."""
@@ -240,7 +240,7 @@ class LlamaDecoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         normed = self._norm(x, self._final_norm)
-        return functional.linear(normed, self._head, self._head_bias)
+        return linear(normed, self._head, self._head_bias)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x times weight over its root mean square; torch's own takes a third longer on small inputs."""

@@ -28,6 +28,7 @@ from etude.policies.language.head import (
 )
 from etude.policies.language.layout import Layout, lay_out
 from etude.policies.language.lora import Lora, merged
+from etude.policies.language.packed import attending
 from etude.policies.language.sampling import Completion, Sampling
 from etude.policies.language.source import Source
 from etude.policies.language.tiny import CHARACTERS, Tiny
@@ -109,8 +110,8 @@ class LanguageModel(nn.Module):
             gguf_file: Name of a GGUF file in that directory or hub repository.
             lora: Adapters to add: a rank, their parameters, or None to train all weights.
             value_head: Whether to add a value head; it is read from the directory if it was saved there.
-            dtype: Type of the weights. On CPUs without special units bfloat16 is about five times slower; float16 is for
-                LoRA, whose adapters are float32.
+            dtype: Type of the weights. On CPUs without special units bfloat16 is about five times slower; float16 is
+                for LoRA, whose adapters are float32.
             seed: Seed of the adapters; None draws one from the global generator.
         """
         path = Path(path_or_id)
@@ -263,7 +264,7 @@ class LanguageModel(nn.Module):
         never does. Only what they depend on is computed, and a prompt that several rows share only once. With values
         or entropy a `LogProbs` is returned.
         """
-        layout = lay_out(batch, share=self._shares_prompts(), device=self.device)
+        layout = self._lay_out(batch)
         found = self._compute(layout, temperature, with_values, with_entropy)
         log_probs = _place(found.log_probs, layout)
         if not (with_values or with_entropy):
@@ -276,7 +277,7 @@ class LanguageModel(nn.Module):
 
         They stand where the token stands, and are zero where none counts (see `log_probs`).
         """
-        layout = lay_out(batch, share=self._shares_prompts(), device=self.device)
+        layout = self._lay_out(batch)
         rows, width = layout.shape
         head = self.causal.get_output_embeddings()
         if not layout.target_N.numel():
@@ -290,7 +291,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, batch: Any) -> Loss:
         """Return the cross-entropy of the counted tokens, each weighed by its `loss_mask` if there is one."""
-        layout = lay_out(batch, share=self._shares_prompts(), device=self.device)
+        layout = self._lay_out(batch)
         log_probs_N = self._compute(layout).log_probs
         try:
             weights_N = batch["loss_mask"].to(log_probs_N).reshape(-1)[layout.place_N]
@@ -354,9 +355,11 @@ class LanguageModel(nn.Module):
             "use_cache": False,
         }
         if any(getattr(causal.config, name, None) not in (None, 0, 1) for name in _LOGIT_TRICKS):
-            out = causal(**inputs, output_hidden_states=True)
+            with attending(causal.config, layout.packing):
+                out = causal(**inputs, output_hidden_states=True)
             return out.hidden_states[-1].flatten(0, 1)[layout.source_N], out.logits.flatten(0, 1)[layout.source_N]
-        hidden = causal.base_model(**inputs).last_hidden_state
+        with attending(causal.config, layout.packing):
+            hidden = causal.base_model(**inputs).last_hidden_state
         return hidden.flatten(0, 1)[layout.source_N], None
 
     def _values(self, hidden_NH: Tensor) -> Tensor:
@@ -366,6 +369,11 @@ class LanguageModel(nn.Module):
         with as_written(hidden_NH.device):
             values = nn.functional.linear(hidden_NH.to(dtype), head.weight.to(dtype), head.bias.to(dtype))
         return values.squeeze(-1)
+
+    def _lay_out(self, batch: Any) -> Layout:
+        # Checkpointed layers attend again in the backward pass, and compiled ones are traced: neither sees a context.
+        pack = not (getattr(self.causal, "is_gradient_checkpointing", False) or torch.compiler.is_compiling())
+        return lay_out(batch, share=(share := self._shares_prompts()), device=self.device, pack=share and pack)
 
     def _shares_prompts(self) -> bool:
         config = self.causal.config

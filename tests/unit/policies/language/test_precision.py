@@ -70,13 +70,17 @@ def test_log_probs_are_the_float32_log_softmax_of_the_models_own_logits(dtype: s
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_gradients_of_the_head_are_those_of_float32_rounded_once(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [1 << 20, 0])
+def test_gradients_of_the_head_are_those_of_float32_rounded_once(
+    dtype: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind, generator = getattr(torch, dtype), torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, generator=generator).to(kind) for shape in ((12, 16), (50, 16)))
     bias, tokens = torch.randn(50, generator=generator).to(kind), torch.randint(50, (12,), generator=generator)
     ours = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     theirs = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     monkeypatch.setattr(head, "CHUNK_LOGITS", 150)  # chunks of 3 rows
+    monkeypatch.setattr(head, "KEPT_LOGITS", kept)
     log_probs, entropy = token_log_probs(*ours, tokens, temperature=0.8, with_entropy=True)
     (log_probs.sum() + 0.1 * entropy.sum()).backward()
     logs = torch.log_softmax(torch.nn.functional.linear(*theirs).float() / 0.8, -1)
