@@ -181,6 +181,69 @@ def compare_with_trl(model: str, steps: int, goal: float) -> bool | None:
     return ratio <= goal
 
 
+LONG_GOAL = 1.85
+"""Of the floor: half the way to 1 from 2.7, which was measured on a faster core before completions were packed."""
+
+
+class TimedRollouts(TextRollouts):
+    """Notes the CPU time of drawing and preparing an experience, and how much there is to train on."""
+
+    def take(self, step: int) -> Any:
+        began = time.process_time()
+        found = super().take(step)
+        self.cpu = time.process_time() - began
+        self.counted = sum(sum(rollout.loss_mask) for rollout in self.rollouts)
+        self.computed = self.counted + sum(len(rollout.tokens) - sum(rollout.loss_mask)
+                                           for rollout in self.rollouts if rollout.index == 0)  # fmt: skip
+        return found
+
+
+class LongClock(Clock):
+    """Notes beside the CPU time of each step what of it was drawing, and what was trained on."""
+
+    def __init__(self, data: TimedRollouts) -> None:
+        super().__init__()
+        self.data, self.drawn = data, list[tuple[float, int, int]]()
+
+    def on_step_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        super().on_step_end(trainer, metrics)
+        self.drawn.append((self.data.cpu, self.data.counted, self.data.computed))
+
+
+def long_step(steps: int = 1) -> bool:
+    """A step with long completions: what training costs beside the matrix products it cannot do without."""
+    places = ("a harbour", "the desert", "a small town", "the hills", "a library", "the city", "a forest", "the sea")
+    policy: Any = LanguageModel.smollm2()
+    data = TimedRollouts(
+        [f"Once upon a time, in {place}, there lived" for place in places], lambda task, text: text.count("e") / 64,
+        prompts_per_step=8, group_size=8, max_new_tokens=64,
+    )  # fmt: skip
+    clock, peak = LongClock(data), gemm_peak()
+    train(policy, data, GRPO(), clock, lr=1e-6, batch_size=64, training_steps=steps)
+    peak = max(peak, gemm_peak())
+    head = policy.causal.lm_head.weight.numel()
+    layers = sum(value.numel() for value in policy.parameters()) - head
+    found = []
+    for whole, (drawing, counted, computed) in zip(clock.costs, clock.drawn, strict=True):
+        found.append((whole, whole - drawing, 6 * (layers * computed + head * counted) / peak, counted))
+    whole, training, floor, counted = min(found)
+    print(f"smollm2, GRPO 8 prompts x 8 completions x 64 tokens ({counted} written): {whole:.1f} CPU s a step, "
+          f"{training:.1f} of them training: {training / floor:.2f} of the {floor:.1f} s that its products take at the "
+          f"measured peak of {peak / 1e9:.0f} GFLOP/s (goal {LONG_GOAL})", flush=True)  # fmt: skip
+    return training / floor < LONG_GOAL
+
+
+def gemm_peak() -> float:
+    """Return the operations a second of the best of twenty products of float32 matrices, in CPU time."""
+    left, right = torch.randn(2048, 576), torch.randn(1536, 576)
+    costs = []
+    for _ in range(20):
+        began = time.process_time()
+        torch.mm(left, right.t())
+        costs.append(time.process_time() - began)
+    return 2 * 2048 * 576 * 1536 / min(costs)
+
+
 def redteam() -> bool:
     """The auditor raises the mean score of what it elicits beyond the baseline's interval."""
     from benchmarks import redteam as bench
@@ -196,6 +259,7 @@ PARTS: dict[str, Callable[[], bool | None]] = {
     "tiny-step": lambda: compare_with_trl("tiny", 8, 0.5),
     "addition": addition,
     "smollm2-step": lambda: compare_with_trl("smollm2", 2, 0.67),
+    "long": long_step,
     "redteam": redteam,
 }
 

@@ -36,6 +36,7 @@ def aggregate(
 ) -> Loss:
     """Return losses by token as a `Loss`; metrics by token (B, T) become means over tokens, or over means of rows.
 
+    Sums and weights are float32 at least: bfloat16 counts 4,004 tokens as 4,000.
     `length` is the constant that length_normalised divides by; None takes the width of the batch, which is constant
     only if every batch is padded to one width.
     """
@@ -49,7 +50,7 @@ def aggregate(
 
 
 def _total(values_BT: Tensor, counts_BT: Tensor, how: Aggregation, length: int | None) -> Tensor:
-    kept_BT = torch.where(counts_BT, values_BT, 0.0)
+    kept_BT = torch.where(counts_BT, values_BT, 0.0).to(torch.promote_types(values_BT.dtype, torch.float32))
     if how in ("token_mean", "token_sum"):
         return kept_BT.sum()
     if how == "sequence_mean":

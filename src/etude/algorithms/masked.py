@@ -21,7 +21,7 @@ def precise(values: Tensor) -> Tensor:
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Return the sum of the values where the mask is not 0."""
+    """Return the sum of the values where the mask is not 0, in float32 at least."""
     kept = torch.where(mask != 0, precise(values), 0)
     return kept.sum() if axis is None else kept.sum(axis)
 
@@ -31,6 +31,12 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
     counted = (mask != 0).expand_as(values)
     count = counted.sum() if axis is None else counted.sum(axis)
     return masked_sum(values, counted, axis) / count.clamp(min=1)
+
+
+def predicted(mask_BT: Tensor, attention_BT: Tensor | None) -> Tensor:
+    """Return a mask without the first token of each row: nothing comes before it that could predict it."""
+    real_BT = torch.ones_like(mask_BT) if attention_BT is None else attention_BT
+    return torch.where((real_BT != 0).cumsum(1) > 1, mask_BT, 0)
 
 
 def masked_whiten(

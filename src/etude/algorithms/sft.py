@@ -12,7 +12,7 @@ import torch
 
 from etude.algorithms import losses
 from etude.algorithms.aggregate import Aggregation, aggregate
-from etude.algorithms.masked import precise
+from etude.algorithms.masked import precise, predicted
 from etude.batches import Batch
 from etude.errors import ConfigError
 from etude.types import Loss
@@ -20,7 +20,10 @@ from etude.types import Loss
 
 @dataclass(kw_only=True)
 class SFT:
-    """Cross-entropy over the tokens of the loss mask, each weighed by `weights` if the batch has them."""
+    """Cross-entropy over the tokens of the loss mask, each weighed by `weights` if the batch has them.
+
+    The first token of a row has no part, in the sum as in the mean: nothing predicts it.
+    """
 
     aggregation: Aggregation = "token_mean"
     """How tokens become one loss: token_mean, token_sum, sequence_mean or length_normalised."""
@@ -34,7 +37,8 @@ class SFT:
     def loss(self, policy: Any, batch: Any) -> Loss:
         """Return -log p of the tokens."""
         text = Batch.of(batch).require("input_ids", "loss_mask")
-        log_probs_BT, mask_BT = precise(policy.log_probs(text)), text["loss_mask"]
+        mask_BT = predicted(text["loss_mask"], text.get("attention_mask"))
+        log_probs_BT = precise(policy.log_probs(text))
         weights_BT = text["weights"].to(log_probs_BT) if "weights" in text.values else (mask_BT != 0).to(log_probs_BT)
         loss_BT = losses.cross_entropy(log_probs_BT, torch.where(mask_BT != 0, weights_BT, 0.0))
         return aggregate(loss_BT, mask_BT, self.aggregation, length=self.length)

@@ -87,10 +87,12 @@ class TextData:
         head = policy.encode_chat([{"role": "user", "content": prompt}]) if self.chat else policy.encode(prompt)
         encoded: dict[str, list[int]] = {}
         for key in self.keys:
-            tail = policy.encode(row[key]) + ([policy.eos_token_id] if self.end else [])
+            tail = encode_continuation(policy, row[key]) + ([policy.eos_token_id] if self.end else [])
             prefix = "" if key == "completion" else f"{key}_"
             encoded[f"{prefix}input_ids"] = (head + tail)[: self.max_length]
-            encoded[f"{prefix}loss_mask"] = ([0] * len(head) + [1] * len(tail))[: self.max_length]
+            # Nothing predicts the first token of a row: it is context, whosever it is.
+            context = max(1, len(head))
+            encoded[f"{prefix}loss_mask"] = ([0] * context + [1] * (len(head) + len(tail) - context))[: self.max_length]
         return encoded
 
     def _ready(self) -> MapData:
@@ -120,6 +122,13 @@ class TextData:
     def evaluation_source(self) -> MapData:
         """What one ordered pass over the rows is read from."""
         return self._ready()
+
+
+def encode_continuation(policy: Any, text: str) -> list[int]:
+    """Return the tokens of what follows a prompt: without those that begin a text, if the policy tells them apart."""
+    encode = getattr(policy, "encode_continuation", None) or policy.encode
+    tokens: list[int] = encode(text)
+    return tokens
 
 
 class Padding:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from etude.errors import ConfigError
 from etude.policies.base import PolicyModule, masked_loss
-from etude.policies.language.head import LogProbs
+from etude.policies.language.head import LogProbs, entropy_of
 from etude.policies.mlp import ACTIVATIONS
 from etude.policies.normalize import Mode
 from etude.policies.observation import ObservationEncoder
@@ -166,8 +166,7 @@ class ActorCritic(PolicyModule):
 
     def _entropy(self, out: Tensor) -> Tensor:
         if self.classes is not None:
-            logs = out.log_softmax(-1)
-            return -(logs.exp() * logs).sum(-1)
+            return entropy_of(out.log_softmax(-1))
         return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand(out.shape[0])
 
 

@@ -57,8 +57,8 @@ class Rollout:
         """Append a sampled completion."""
         self.tokens += completion.tokens
         self.loss_mask += [1] * len(completion.tokens)
-        if completion.logprobs is None:
-            self.logprobs = None
+        if completion.logprobs is None or len(completion.logprobs) != len(completion.tokens):
+            self.logprobs = None  # not known, or not of these tokens
         elif self.logprobs is not None:
             self.logprobs += completion.logprobs
         self.text, self.finish_reason, self.turns = completion.text, completion.finish_reason, self.turns + 1

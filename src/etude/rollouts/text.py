@@ -7,6 +7,7 @@ a function of (seed, step, prompt, completion), so that a resumed run draws the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ import torch
 from etude.algorithms.advantages import informative
 from etude.batches import Batch
 from etude.data.order import Order
+from etude.data.text import encode_continuation
 from etude.errors import ConfigError, RolloutError
 from etude.policies.language.sampling import Sampling
 from etude.protocols import Place
@@ -55,7 +57,8 @@ class TextRollouts:
         on_reward_error: What to do when the reward function fails: drop that rollout, or stop.
         conversation: Makes the partner of a conversation from a task; its turns give the reward.
         max_turns: Turns of a conversation at most.
-        generator: Draws the completions instead of the policy; has `generate` (an endpoint, say).
+        generator: Draws the completions instead of the policy; has `generate` and returns the ids of its tokens (an
+            endpoint, say).
         resample: Rounds in which groups whose rewards are all equal are replaced by groups of other prompts.
     """
 
@@ -94,6 +97,7 @@ class TextRollouts:
         )
         self.prompts_per_step, self.group_size = prompts_per_step, group_size
         self.sampling = Sampling(max_new_tokens, temperature, top_p, top_k, tuple(stop or ()))
+        self._arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.metrics: dict[str, tuple[float, float]] = {}
         self.timings: dict[str, float] = {}
         self.rollouts: list[Rollout] = []
@@ -104,6 +108,8 @@ class TextRollouts:
     def attach(self, trainer: Trainer) -> None:
         """Learn who draws, and how advantages are made."""
         self._trainer, self._gather = trainer, trainer.session.gather
+        # Drawn as it is trained: what samples in float32 and learns in bfloat16 takes its own rounding for a ratio.
+        self._arithmetic = trainer.session.precision.forward
         algorithm = trainer.algorithm
         if not hasattr(algorithm, "experience"):
             raise ConfigError(
@@ -147,7 +153,8 @@ class TextRollouts:
             raise RolloutError(f"all {len(self.rollouts)} rollouts of step {step} failed; the first: {reason}")
         with timed(self.timings, "prepare"):
             batch = as_batch(good or self.rollouts[:1], policy.pad_token_id)
-            batch = algorithm.experience(policy, batch if good else weightless(batch), rows=self.place.batch_size)
+            with self._arithmetic():
+                batch = algorithm.experience(policy, batch if good else weightless(batch), rows=self.place.batch_size)
             return as_updates(batch, algorithm, self.place, step, self._gather)
 
     def ids(self, step: int) -> Sequence[Any]:
@@ -200,7 +207,13 @@ class TextRollouts:
 
     def _generate(self, policy: Any, prompts: Sequence[Any], n: int, keys: Sequence[int]) -> list[list[Any]]:
         maker = self.generator if self.generator is not None else policy
-        drawn: list[list[Any]] = maker.generate(prompts, self.sampling, n=n, keys=keys)
+        with self._arithmetic():
+            drawn: list[list[Any]] = maker.generate(prompts, self.sampling, n=n, keys=keys)
+        if any(completion.text and not completion.tokens for group in drawn for completion in group):
+            raise ConfigError(
+                f"{type(maker).__name__} returns completions without the ids of their tokens, so there is nothing to "
+                "train on; take a server that returns them, or leave out the generator and let the policy draw"
+            )
         return drawn
 
     def _converse(self, policy: Any, rollouts: list[Rollout], partner: Callable[[Task], Conversation]) -> None:
@@ -226,7 +239,7 @@ class TextRollouts:
         rollout.reward = (rollout.reward or 0.0) + float(turn.reward)
         if turn.done or last:
             return False
-        rollout.hear(policy.encode(turn.reply))
+        rollout.hear(encode_continuation(policy, turn.reply))
         return True
 
     def reward(self, rollouts: Sequence[Rollout]) -> None:

@@ -43,3 +43,14 @@ def test_the_width_of_the_batch_is_the_default_length() -> None:
     assert aggregate(torch.as_tensor(LOSS), torch.as_tensor(MASK), "length_normalised").total.item() == 21 / 4
     with pytest.raises(ConfigError, match="choose from token_mean"):
         aggregate(torch.zeros(1, 1), torch.ones(1, 1), "median")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how, total, weight", [("token_mean", 4004 * 0.5, 4004), ("sequence_mean", 2 * 0.5, 2)])
+def test_sums_and_weights_below_float32_are_float32(
+    dtype: torch.dtype, how: Aggregation, total: float, weight: int
+) -> None:
+    tokens = torch.full((2, 2002), 0.5, dtype=dtype, requires_grad=True)
+    found = aggregate(tokens, torch.ones(2, 2002, dtype=dtype), how, metrics={"same": tokens.detach()})
+    assert isinstance(found.weight, torch.Tensor) and found.weight.dtype == found.total.dtype == torch.float32
+    assert (found.total.item(), float(found.weight), float(found.metrics["same"])) == (total, weight, 0.5)

@@ -55,7 +55,7 @@ class ExactSteps(lightning.Callback):
     # -- life ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let `training_step` return a Loss (the Tuner trains before `on_fit_start`), if the CPU can do what is asked."""
+        """Let `training_step` return a Loss: the Tuner trains before `on_fit_start`. Check what is asked of the CPU."""
         require_low_precision(trainer.precision, trainer.strategy.root_device)
         self.takes_part = hasattr(trainer, "addressed")
         step: Any = getattr(pl_module, "training_step", None)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from etude.errors import DataError, NonFiniteError
 from etude.policies.language.decoder import Decoder
+from etude.policies.language.head import wide
 from etude.policies.language.sampling import Completion, FinishReason, Sampling, uniforms
 
 COMPACT_AT = 7 / 8
@@ -50,8 +51,8 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
-    cut: int | None = None
-    """Where in the text a stop begins."""
+    text: str | None = None
+    """What was said before a stop text, once one has come."""
 
 
 class Generator:
@@ -127,6 +128,7 @@ class Generator:
             decoder.expand(owners)
             logits = logits[owners]
         active = list(range(len(rows)))
+        shows_special = bool(sampling.stop) and self._name_special_tokens(sampling.stop)
         end_tokens = {*self._end_tokens, *sampling.stop_tokens}
         for step in range(sampling.max_new_tokens):
             tokens_B, logprobs_B = choose(logits, None if draws is None else draws[active, step], sampling)
@@ -137,7 +139,7 @@ class Generator:
                         raise NonFiniteError("the model's logits are not numbers (NaN); its weights are broken")
                     row.tokens.append(token)
                     row.logprobs.append(logprob)
-                    self._notice_end(row, token in end_tokens, sampling)
+                    self._notice_end(row, token in end_tokens, sampling, shows_special)
             unfinished = [at for at, number in enumerate(active) if rows[number].finish is None]
             if not unfinished:
                 break
@@ -161,44 +163,55 @@ class Generator:
         lines = [[self._pad_token] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         return torch.tensor(lines, device=self._device)
 
-    def _notice_end(self, row: _Row, is_end: bool, sampling: Sampling) -> None:
+    def _notice_end(self, row: _Row, is_end: bool, sampling: Sampling, shows_special: bool) -> None:
         if is_end:
             row.finish = "stop"
             return
         if sampling.stop:
-            row.cut = self._find_stop(row.tokens, sampling.stop)
-            if row.cut is not None:
+            row.text = self._before_stop(row.tokens, sampling.stop, shows_special)
+            if row.text is not None:
                 row.finish = "stop"
                 return
         if len(row.tokens) == sampling.max_new_tokens:
             row.finish = "length"
 
-    def _find_stop(self, tokens: list[int], stops: Sequence[str]) -> int | None:
-        """Return where a stop begins in the text; only the tail, which holds any new one, is looked at first."""
+    def _before_stop(self, tokens: list[int], stops: Sequence[str], shows_special: bool) -> str | None:
+        """Return the text before a stop, None without one; only the tail, which holds any new one, is looked at first.
+
+        Where a stop names a special token, special tokens are looked at as well; the text is without them all the same.
+        """
         # A character takes at most four bytes, and a token holds at least one byte.
-        tail = self._decode(tokens[-4 * max(map(len, stops)) - 4 :])
+        tail = self._decode(tokens[-4 * max(map(len, stops)) - 4 :], shows_special)
         if not any(stop in tail for stop in stops):
             return None
-        text = self._decode(tokens)
-        return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+        text = self._decode(tokens, shows_special)
+        at = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+        if at is None or not shows_special:
+            return None if at is None else text[:at]
+        whole = next(n for n in range(len(tokens), -1, -1) if len(self._decode(tokens[:n], True)) <= at)
+        return self._decode(tokens[:whole]) + text[len(self._decode(tokens[:whole], True)) : at]
 
     def _completion(self, row: _Row) -> Completion:
-        text = self._decode(row.tokens)
-        return Completion(
-            row.tokens, row.logprobs, text if row.cut is None else text[: row.cut], row.finish or "length"
-        )
+        text = self._decode(row.tokens) if row.text is None else row.text
+        return Completion(row.tokens, row.logprobs, text, row.finish or "length")
 
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+    def _name_special_tokens(self, stops: Sequence[str]) -> bool:
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        special = {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        return any(token in stop for token in special for stop in stops)
+
+    def _decode(self, tokens: list[int], with_special: bool = False) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=not with_special)
         return text
 
 
 def choose(logits_BV: Tensor, draws_B: np.ndarray | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Draw a token per row with one number in [0, 1) each (none: the likeliest); return it and its log-probability.
 
-    The number is looked up in the cumulative distribution, in the order of the vocabulary. In float32 that knows a
-    probability to about 1e-7, and never draws a token that has none.
+    The number is looked up in the cumulative distribution, in the order of the vocabulary, in float32 at least (a
+    sum in bfloat16 stops at 256): that knows a probability to about 1e-7, and never draws a token that has none.
     """
+    logits_BV = logits_BV.to(wide(logits_BV.dtype))
     scaled = logits_BV.div_(sampling.scale) if sampling.scale != 1.0 else logits_BV
     top = scaled.amax(-1, keepdim=True)
     weights = (scaled - top).exp_()

@@ -1,22 +1,34 @@
 """Log-probabilities of chosen tokens from hidden states, without keeping more of the logits than needed.
 
-The head over the vocabulary is a fifth of a small model's work and nearly all of its memory: only the states that
-predict a counted token go through it, and its gradient is written over the logits in place.
+The head over the vocabulary is a fifth of a small model's work: only the states that predict a counted token go through
+it, the logits are replaced by what the gradient needs while they are in the cache, and the gradient itself is never
+written out: that of -log softmax is a product with exp(logits) but for one row of the weight per token.
+
+Logits are the model's own, in its own type; what is made of them (softmax, entropy, sums) is float32 at least: in
+bfloat16 a log-probability of -20 is known to 1/8 only.
 
 Shape letters: N tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-KEPT_LOGITS = 64 << 20
-"""Logits kept for the backward pass (256 MB of float32); beyond, they are computed again there, chunk by chunk."""
+KEPT_LOGITS = 256 << 20
+"""Logits kept for the backward pass (1 GB of float32, of 5,400 tokens of SmolLM2, whose layers keep six times that);
+beyond, they are computed again there, chunk by chunk, which is a third more work."""
 CHUNK_LOGITS = 16 << 20
+BLOCK_LOGITS = 1 << 18
+"""Logits that pass through softmax at a time: 1 MB, which stays in the cache from one step of it to the next."""
+_HAS_ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+NEVER = -1e4
+"""A log-probability below which nothing is ever drawn: its exponential is 0 in every type, float64 included."""
 
 
 class LogProbs(NamedTuple):
@@ -29,6 +41,31 @@ class LogProbs(NamedTuple):
     """Of the distribution that the token was drawn from."""
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type to sum and take logarithms in: float32 for anything below it."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def working_type(tensor: Tensor) -> torch.dtype:
+    """Return the type that a matrix product of a tensor is computed in here: its own, or autocast's."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def as_written(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which autocast changes no types."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def entropy_of(log_probs_NV: Tensor) -> Tensor:
+    """Return the entropy of distributions from their log-probabilities; what has none (-inf) adds nothing."""
+    return -(log_probs_NV.exp() * log_probs_NV.clamp(min=NEVER)).sum(-1)
+
+
 def token_log_probs(
     hidden_NH: Tensor,
     weight_VH: Tensor,
@@ -39,9 +76,40 @@ def token_log_probs(
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of each token under softmax(logits / temperature), and the entropy if asked."""
+    dtype, keeps = working_type(hidden_NH), torch.is_grad_enabled()
+    hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
+    bias_V = None if bias_V is None else bias_V.to(dtype)
     log_probs, entropy = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, bias_V, tokens_N, float(temperature), with_entropy
+        hidden_NH, weight_VH, bias_V, tokens_N, float(temperature), with_entropy, keeps
     )
+    return log_probs, entropy if with_entropy else None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W' + b without gradient, by oneDNN if it can: a head of 49,152 rows takes two thirds of MKL's time."""
+    can = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and _HAS_ONEDNN
+    if not can or torch.is_grad_enabled():
+        return functional.linear(x, weight, bias)
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return found
+
+
+def module_log_probs(
+    head: Any, hidden_NH: Tensor, tokens_N: Tensor, *, temperature: float = 1.0, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Do the same with a head that is more than its weight, such as one with adapters, by calling it."""
+    size = int(head.weight.shape[0])
+    chunk, keeps = max(1, CHUNK_LOGITS // size), hidden_NH.shape[0] * size <= KEPT_LOGITS
+
+    def compute(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs, entropy = pick_log_probs(head(hidden), tokens, temperature, with_entropy)
+        return log_probs, log_probs.new_zeros(0) if entropy is None else entropy
+
+    parts = []
+    for start in range(0, hidden_NH.shape[0], chunk):
+        given = hidden_NH[start : start + chunk], tokens_N[start : start + chunk]
+        parts.append(compute(*given) if keeps else checkpoint(compute, *given, use_reentrant=False))
+    log_probs, entropy = (torch.cat(found) for found in zip(*parts, strict=True))
     return log_probs, entropy if with_entropy else None
 
 
@@ -49,13 +117,16 @@ def pick_log_probs(
     logits_NV: Tensor, tokens_N: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Do the same from logits, for models whose logits are more than a linear map of the hidden state."""
-    scaled = functional.log_softmax(logits_NV / temperature, dim=-1)
-    entropy = -(scaled.exp() * scaled).sum(-1) if with_entropy else None
-    return scaled.gather(1, tokens_N[:, None]).squeeze(1), entropy
+    scaled = functional.log_softmax(logits_NV.to(wide(logits_NV.dtype)) / temperature, dim=-1)
+    return scaled.gather(1, tokens_N[:, None]).squeeze(1), entropy_of(scaled) if with_entropy else None
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """log p = x[token] - logsumexp(x), and H = logsumexp(x) - sum p x, with x = (hidden W' + b) / temperature."""
+    """log p = x[token] - log sum exp x, and H = -sum p log p, with x = (hidden W' + b) / temperature.
+
+    Kept are e = exp(x - max x), written over the logits, and s = sum e. The gradient of log p is W[token] - e W / s for
+    the hidden state, and for the weight the same from the other side; only that of the entropy needs log e again.
+    """
 
     @staticmethod
     def forward(
@@ -66,58 +137,114 @@ class _TokenLogProbs(torch.autograd.Function):
         tokens: Tensor,
         temperature: float,
         with_entropy: bool,
+        wants_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         chunk = max(1, CHUNK_LOGITS // weight.shape[0])
-        keeps = hidden.shape[0] * weight.shape[0] <= KEPT_LOGITS
-        log_probs, norms = hidden.new_empty(hidden.shape[0]), hidden.new_empty(hidden.shape[0])
-        entropy = hidden.new_zeros(hidden.shape[0] if with_entropy else 0)
-        kept = []
-        for start in range(0, hidden.shape[0], chunk):
-            span = slice(start, start + chunk)
-            logits = functional.linear(hidden[span], weight, bias)
-            if temperature != 1.0:
-                logits /= temperature
-            norms[span] = torch.logsumexp(logits, -1)
-            log_probs[span] = logits.gather(1, tokens[span, None]).squeeze(1) - norms[span]
-            if with_entropy:
-                logs = logits - norms[span, None]
-                entropy[span] = -(logs.exp() * logs).sum(-1)
-            if keeps:
-                kept.append(logits)
-        needed = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        ctx.kept = kept if keeps and needed else None
+        for_hidden, for_weight = (wants_grad and needed for needed in ctx.needs_input_grad[:2])
+        # Of a frozen head nothing but e W / s is needed, which is no larger than the hidden states.
+        mixes = for_hidden and not (for_weight or with_entropy or (bias is not None and ctx.needs_input_grad[2]))
+        keeps = (for_hidden or for_weight) and not mixes and hidden.shape[0] * weight.shape[0] <= KEPT_LOGITS
+        log_probs = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
+        sums, entropy = torch.empty_like(log_probs), log_probs.new_zeros(hidden.shape[0] if with_entropy else 0)
+        mixed, kept = torch.empty_like(hidden) if mixes else None, []
+        with as_written(hidden.device):
+            for start in range(0, hidden.shape[0], chunk):
+                span = slice(start, start + chunk)
+                logits = _scaled(linear(hidden[span], weight, bias), temperature)
+                entropies = entropy[span] if with_entropy else None
+                _exponentiate(logits, tokens[span], log_probs[span], sums[span], entropies)
+                logits = _narrowed(logits, sums[span], hidden.dtype)
+                if mixed is not None:
+                    mixed[span] = torch.mm(logits, weight)
+                if keeps:
+                    kept.append(logits)
+        ctx.kept = kept if keeps else None
         ctx.settings = temperature, with_entropy, chunk
-        ctx.save_for_backward(hidden, weight, bias, tokens, norms, entropy)
+        ctx.save_for_backward(hidden, weight, bias, tokens, sums, entropy, mixed)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, tokens, norms, entropy = ctx.saved_tensors
+        hidden, weight, bias, tokens, sums, entropy, mixed = ctx.saved_tensors
         temperature, with_entropy, chunk = ctx.settings
+        gains = (grads[0] / temperature)[:, None]
+        shares = -gains / sums[:, None]
+        if mixed is not None:
+            grad = mixed * shares.to(mixed.dtype) + weight[tokens] * gains.to(weight.dtype)
+            return grad, None, None, None, None, None, None
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        kept, ctx.kept = ctx.kept, None  # written over below: a second backward computes them again
-        for number, start in enumerate(range(0, hidden.shape[0], chunk)):
-            span = slice(start, start + chunk)
-            if kept is not None:
-                logits, kept[number] = kept[number], None
-            else:
-                logits = functional.linear(hidden[span], weight, bias)
-                if temperature != 1.0:
-                    logits /= temperature
-            grad = (grads[0][span] / temperature)[:, None]
-            logits -= norms[span, None]
-            if with_entropy:
-                slope = (grads[1][span] / temperature)[:, None] * (logits + entropy[span, None])
-                delta = logits.exp_().mul_(slope.add_(grad)).neg_()
-            else:
-                delta = logits.exp_().mul_(-grad)
-            delta.scatter_add_(1, tokens[span, None], grad)
-            if grad_hidden is not None:
-                torch.mm(delta, weight, out=grad_hidden[span])
-            if grad_weight is not None:
-                grad_weight.addmm_(delta.t(), hidden[span])
-            if grad_bias is not None:
-                grad_bias += delta.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        # Chunks are added up in float32 at least, as the rows of each are within the product.
+        grad_weight = torch.zeros_like(weight, dtype=sums.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=sums.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        kept, ctx.kept = ctx.kept, None  # freed as they are used: a second backward computes them again
+        with as_written(hidden.device):
+            for number, start in enumerate(range(0, hidden.shape[0], chunk)):
+                span = slice(start, start + chunk)
+                states, gain, share = hidden[span], gains[span], shares[span]
+                if kept is not None:
+                    powers, kept[number] = kept[number], None
+                else:
+                    powers = _scaled(linear(states, weight, bias), temperature)
+                    powers -= powers.amax(-1, keepdim=True)
+                    powers = _narrowed(powers.exp_(), None, hidden.dtype)
+                if with_entropy:
+                    slope = (grads[1][span] / temperature)[:, None]
+                    powers, share = _with_entropy(powers, sums[span], entropy[span], gain, slope), torch.ones_like(gain)
+                if grad_hidden is not None:
+                    torch.mm(powers, weight, out=grad_hidden[span])
+                    grad_hidden[span].mul_(share).add_((weight[tokens[span]] * gain).to(weight.dtype))
+                if grad_weight is not None:
+                    weighed, own = (states * share).to(powers.dtype), (states * gain).to(sums.dtype)
+                    if grad_weight.dtype == powers.dtype:
+                        grad_weight.addmm_(powers.t(), weighed)
+                    else:
+                        grad_weight += torch.mm(powers.t(), weighed)
+                    grad_weight.index_add_(0, tokens[span], own)
+                if grad_bias is not None:
+                    grad_bias += torch.mv(powers.t(), share.squeeze(1).to(powers.dtype))
+                    grad_bias.index_add_(0, tokens[span], gain.squeeze(1))
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(weight.dtype),
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits over the temperature, in float32 at least; those that are float32 are written over."""
+    logits = logits.to(wide(logits.dtype))
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _exponentiate(logits: Tensor, tokens: Tensor, log_probs: Tensor, sums: Tensor, entropy: Tensor | None) -> None:
+    """Replace logits by exp(x - max x), and write log-probabilities, sums and entropies of the rows."""
+    block = max(1, BLOCK_LOGITS // logits.shape[1])
+    for start in range(0, logits.shape[0], block):
+        rows = slice(start, start + block)
+        x = logits[rows]
+        x -= x.amax(-1, keepdim=True)
+        chosen = x.gather(1, tokens[rows, None]).squeeze(1)
+        shifted = None if entropy is None else x.clamp(min=NEVER)
+        sums[rows] = x.exp_().sum(-1)
+        norms = sums[rows].log()
+        log_probs[rows] = chosen - norms
+        if entropy is not None and shifted is not None:
+            entropy[rows] = norms - shifted.mul_(x).sum(-1) / sums[rows]
+
+
+def _narrowed(powers: Tensor, sums: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return exp(x - max x) in the working type; below float32 as probabilities, for products could overflow."""
+    if powers.dtype == dtype:
+        return powers
+    powers /= powers.sum(-1, keepdim=True)
+    if sums is not None:
+        sums.fill_(1.0)
+    return powers.to(dtype)
+
+
+def _with_entropy(powers: Tensor, sums: Tensor, entropy: Tensor, gain: Tensor, slope: Tensor) -> Tensor:
+    """Return the gradient of gain log p[token] + slope H by the logits, but for the token's own gain."""
+    shares = powers.to(sums.dtype) / sums[:, None]
+    slopes = shares.log().clamp_(min=NEVER).add_(entropy[:, None]).mul_(slope).add_(gain)
+    return shares.mul_(slopes).neg_().to(powers.dtype)

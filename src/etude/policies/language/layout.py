@@ -3,7 +3,7 @@
 No padding, nothing after the last token that counts, and a prompt that several rows share only once.
 Rows of one prompt are laid out behind it in one line, each seeing the prompt and itself: the numbers are those of the
 rows computed one by one, for a fraction of the tokens (eight completions of 4 tokens to a prompt of 12: 44 tokens
-instead of 128).
+instead of 128). Long completions are packed instead, see `packed`.
 
 Shape letters: B rows of the batch, T tokens, R lines computed, W their width, N tokens that count.
 """
@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from etude.errors import DataError
+from etude.policies.language.packed import Packing
 
+PACK_ABOVE = 256
+"""Lines wider than this are packed: below, masked attention costs less than taking the tokens apart."""
+PACK_ROWS = 3
+"""Text is packed if its rows are together at most so many times what must be computed: attention takes a copy of the
+prompt's keys and values for every row, which for long prompts with short completions would be most of the memory."""
 MAX_SHARED_WIDTH = 768
 """Rows of one prompt share a line up to this width: attention grows with its square, the saving only linearly."""
 
@@ -40,6 +46,8 @@ class Layout:
     """Where in the flattened (B * T) batch they stand."""
     shape: tuple[int, int]
     """(B, T)."""
+    packing: Packing | None = None
+    """How to attend where everything is packed into one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +62,17 @@ class _Row:
     places: np.ndarray
 
 
-def lay_out(batch: Any, *, share: bool, device: torch.device) -> Layout:
+def lay_out(batch: Any, *, share: bool, device: torch.device, pack: bool = False) -> Layout:
     """Plan the computation of a batch with `input_ids`, and if it has them `attention_mask` and `loss_mask`."""
     ids = batch["input_ids"]
     if ids.dim() != 2:
         raise DataError(f"input_ids must have the shape (rows, tokens), got {tuple(ids.shape)}")
     rows = list(_rows(*(_array(batch, name, ids) for name in ("input_ids", "attention_mask", "loss_mask"))))
-    lines = list(_lines(rows, share))
+    shape = ids.shape[0], ids.shape[1]
+    groups = list(_groups(rows, share))
+    if pack and _is_worth_packing(groups):
+        return _packed(groups, shape, device)
+    lines = [line for group in groups for line in _lines(group)]
     width = max(map(_width, lines), default=0)
     tokens = np.zeros((len(lines), width), dtype=np.int64)
     positions = np.zeros((len(lines), width), dtype=np.int64)
@@ -87,9 +99,49 @@ def lay_out(batch: Any, *, share: bool, device: torch.device) -> Layout:
         torch.from_numpy(positions).to(device),
         _mask(torch.from_numpy(segments).to(device)) if is_shared else None,
         torch.from_numpy(_join(sources)).to(device),
-        torch.tensor([token for row in order for token in row.targets], dtype=torch.int64, device=device),
-        torch.from_numpy(_join([row.places for row in order])).to(device),
-        (ids.shape[0], ids.shape[1]),
+        *_targets(order, device),
+        shape,
+    )
+
+
+def _targets(order: list[_Row], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the counted tokens of rows in their order, and where in the batch they stand."""
+    tokens = torch.tensor([token for row in order for token in row.targets], dtype=torch.int64, device=device)
+    return tokens, torch.from_numpy(_join([row.places for row in order])).to(device)
+
+
+def _is_worth_packing(groups: list[list[_Row]]) -> bool:
+    widths = [_width(group) for group in groups]
+    goes_on = any(len(row.tokens) > row.prompt for group in groups for row in group)
+    whole = sum(len(row.tokens) for group in groups for row in group)
+    return goes_on and max(widths, default=0) > PACK_ABOVE and whole <= PACK_ROWS * sum(widths)
+
+
+def _packed(groups: list[list[_Row]], shape: tuple[int, int], device: torch.device) -> Layout:
+    """Lay everything out in one line: each prompt, and behind it what its rows go on with."""
+    tokens: list[int] = []
+    positions, sources, prompts, owners, rests = [], [], [], [], []
+    for number, group in enumerate(groups):
+        prompt, start = group[0].prompt, len(tokens)
+        tokens += group[0].tokens[:prompt]
+        positions.append(np.arange(prompt))
+        prompts.append(np.arange(start, start + prompt))
+        for row in group:
+            offset, before = len(tokens), row.counted - 1
+            sources.append(np.where(before < prompt, start + before, before - prompt + offset))
+            tokens += row.tokens[prompt:]
+            positions.append(np.arange(prompt, len(row.tokens)))
+            if len(tokens) > offset:
+                owners.append(number)
+                rests.append(np.arange(offset, len(tokens)))
+    return Layout(
+        torch.tensor([tokens], device=device),
+        torch.from_numpy(_join(positions))[None].to(device),
+        None,
+        torch.from_numpy(_join(sources)).to(device),
+        *_targets([row for group in groups for row in group], device),
+        shape,
+        Packing.of(prompts, owners, rests, device),
     )
 
 
@@ -102,7 +154,8 @@ def _array(batch: Any, name: str, ids: Tensor) -> np.ndarray | None:
         return None
     if value.shape != ids.shape:
         raise DataError(f"{name} has the shape {tuple(value.shape)}, but input_ids {tuple(ids.shape)}")
-    array: np.ndarray = value.detach().cpu().numpy()
+    value = value.detach().cpu()
+    array: np.ndarray = (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # numpy knows no bfloat16
     return array
 
 
@@ -120,21 +173,25 @@ def _rows(ids: np.ndarray | None, attention: np.ndarray | None, loss: np.ndarray
             )
 
 
-def _lines(rows: list[_Row], share: bool) -> Iterable[list[_Row]]:
-    """Yield the rows that share a line: those of one prompt, which is all that precedes the first counted token."""
+def _groups(rows: list[_Row], share: bool) -> Iterable[list[_Row]]:
+    """Return the rows of each prompt, which is all that precedes the first counted token."""
     groups: dict[Any, list[_Row]] = {}
     for number, row in enumerate(rows):
         groups.setdefault(tuple(row.tokens[: row.prompt]) if share else number, []).append(row)
-    for group in groups.values():
-        line, width = [group[0]], len(group[0].tokens)
-        for row in group[1:]:
-            own = len(row.tokens) - row.prompt
-            if width + own > MAX_SHARED_WIDTH:
-                yield line
-                line, width, own = [], 0, len(row.tokens)
-            line.append(row)
-            width += own
-        yield line
+    return groups.values()
+
+
+def _lines(group: list[_Row]) -> Iterable[list[_Row]]:
+    """Yield the rows of a prompt that share a line."""
+    line, width = [group[0]], len(group[0].tokens)
+    for row in group[1:]:
+        own = len(row.tokens) - row.prompt
+        if width + own > MAX_SHARED_WIDTH:
+            yield line
+            line, width, own = [], 0, len(row.tokens)
+        line.append(row)
+        width += own
+    yield line
 
 
 def _width(line: list[_Row]) -> int:

@@ -5,6 +5,9 @@ models joined into one, and nothing else: with a tiny model the modules' Python 
 SmolLM2 the growing caches are half of it. Weights are read when a decoder is made, so that it always decodes with the
 present ones.
 
+Below float32, and under autocast, it computes as the modules do: products in the working type, norms and softmax in
+float32 (a float16 norm overflows where a state is longer than 256).
+
 Shape letters: P prompts, B rows, T tokens, H hidden, Q query heads, K key heads, G = Q / K, D head width.
 """
 
@@ -17,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from etude.policies.language.head import as_written, linear, wide, working_type
 
 JOIN_BELOW = 1 << 18
 """Projections with fewer weights than this are joined: copying them costs less than the calls it saves."""
@@ -37,15 +42,23 @@ class Layer:
 def can_decode(model: Any) -> bool:
     """Tell whether a model is a Llama of the plain kind: no biases, SiLU, fixed rotary frequencies, plain LoRA."""
     config = model.config
-    return (
-        config.model_type == "llama"
-        and config.hidden_act == "silu"
-        and not (config.attention_bias or config.mlp_bias)
-        and "dynamic" not in str(model.model.rotary_emb.rope_type)
-        and str(model.model.rotary_emb.rope_type) != "longrope"
-        and all(_is_plain(module) for layer in model.model.layers for module in _projections(layer))
-        and type(model.lm_head) is torch.nn.Linear
-    )
+    if config.model_type != "llama" or config.hidden_act != "silu" or config.attention_bias or config.mlp_bias:
+        return False
+    kind = str(model.model.rotary_emb.rope_type)
+    if "dynamic" in kind or kind == "longrope":
+        return False
+    read = [*(module for layer in model.model.layers for module in _projections(layer)), model.lm_head]
+    if not all(_is_plain(module) for module in read) or not _is_plain_embedding(model.model.embed_tokens):
+        return False
+    wrapped = [
+        module for module in model.modules() if hasattr(module, "base_layer") or hasattr(module, "original_module")
+    ]
+    known = {id(module) for module in (*read, model.model.embed_tokens)}
+    if any(id(module) not in known for module in wrapped):
+        return False
+    # Adapters joined to weights below float32 would be rounded away: those models decode themselves.
+    weight = model.model.embed_tokens.weight
+    return not wrapped or working_type(weight) == weight.dtype == wide(weight.dtype)
 
 
 def _is_plain(module: Any) -> bool:
@@ -54,17 +67,34 @@ def _is_plain(module: Any) -> bool:
         return True
     if type(getattr(module, "base_layer", None)) is not torch.nn.Linear or not hasattr(module, "lora_A"):
         return False
-    return not getattr(module, "lora_variant", None) and all(name in module.lora_A for name in module.active_adapters)
+    if getattr(module, "lora_variant", None) or any(getattr(module, "lora_bias", {}).values()):
+        return False
+    return all(name in module.lora_A for name in module.active_adapters)
+
+
+def _is_plain_embedding(module: Any) -> bool:
+    """Tell whether a layer is an embedding, or one with plain LoRA adapters."""
+    if type(module) is torch.nn.Embedding:
+        return True
+    if type(getattr(module, "base_layer", None)) is not torch.nn.Embedding or getattr(module, "lora_variant", None):
+        return False
+    return all(name in module.lora_embedding_A for name in module.active_adapters)
 
 
 def effective_weight(module: Any) -> Tensor:
-    """Return the weight that a linear layer has together with its LoRA adapters, where they are switched on."""
-    base: Tensor = module.base_layer.weight if hasattr(module, "base_layer") else module.weight
-    if not hasattr(module, "base_layer") or module.disable_adapters or module.merged:
+    """Return the weight that a layer has together with its LoRA adapters, where they are switched on."""
+    if not hasattr(module, "base_layer"):
+        weight: Tensor = module.weight
+        return weight
+    base: Tensor = module.base_layer.weight
+    if module.disable_adapters or module.merged:
         return base
     for name in module.active_adapters:
-        a, b = module.lora_A[name].weight, module.lora_B[name].weight
-        base = torch.addmm(base, b, a, alpha=module.scaling[name])
+        if type(module.base_layer) is torch.nn.Embedding:
+            a, b = module.lora_embedding_A[name].t(), module.lora_embedding_B[name].t()
+        else:
+            a, b = module.lora_B[name].weight, module.lora_A[name].weight
+        base = torch.addmm(base, a, b, alpha=module.scaling[name])
     return base
 
 
@@ -84,10 +114,15 @@ class LlamaDecoder:
         self._heads, self._key_heads = config.num_attention_heads, config.num_key_value_heads
         self._width = inner.layers[0].self_attn.head_dim
         self._eps = config.rms_norm_eps
-        self._embedding, self._final_norm, self._head = inner.embed_tokens.weight, inner.norm.weight, model.lm_head
+        self._embedding, self._final_norm = effective_weight(inner.embed_tokens), inner.norm.weight
+        self._dtype = working_type(self._embedding)
+        """Type of the products; the stream between layers keeps the type of the embedding."""
+        self._is_wide = self._dtype == self._embedding.dtype == wide(self._dtype)
+        self._head = effective_weight(model.lm_head).to(self._dtype)
+        self._head_bias = None if model.lm_head.bias is None else model.lm_head.bias.to(self._dtype)
         self._frequencies = inner.rotary_emb.inv_freq
         self._rotary_scale = inner.rotary_emb.attention_scaling
-        self._layers = [_read(layer) for layer in inner.layers]
+        self._layers = [_read(layer, self._dtype) for layer in inner.layers]
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._mask: Tensor | None = None
@@ -95,6 +130,10 @@ class LlamaDecoder:
 
     def prefill(self, tokens_PT: Tensor, lengths: Sequence[int], room: int) -> Tensor:
         """Compute the prompts and return the logits of the next token."""
+        with as_written(tokens_PT.device):
+            return self._prefill(tokens_PT, lengths, room)
+
+    def _prefill(self, tokens_PT: Tensor, lengths: Sequence[int], room: int) -> Tensor:
         prompts, width = tokens_PT.shape
         ends = torch.tensor(lengths, device=tokens_PT.device)
         columns = torch.arange(width, device=tokens_PT.device)
@@ -128,6 +167,10 @@ class LlamaDecoder:
 
     def step(self, tokens_B: Tensor) -> Tensor:
         """Append a token to each row and return the logits of the next."""
+        with as_written(tokens_B.device):
+            return self._step(tokens_B)
+
+    def _step(self, tokens_B: Tensor) -> Tensor:
         rows, width, column = tokens_B.shape[0], self._width, self._column
         heads, keys, group = self._heads, self._key_heads, self._heads // self._key_heads
         if self._is_aligned:
@@ -137,7 +180,7 @@ class LlamaDecoder:
         bias = None
         if self._mask is not None:
             seen = self._mask[:, : column + 1]
-            bias = torch.zeros(seen.shape, dtype=cos.dtype, device=cos.device).masked_fill_(~seen, -torch.inf)
+            bias = torch.zeros(seen.shape, dtype=self._dtype, device=cos.device).masked_fill_(~seen, -torch.inf)
             bias = bias[:, None, None].expand(-1, keys, 1, -1).reshape(rows * keys, 1, -1)
         scale = width**-0.5
         x = functional.embedding(tokens_B, self._embedding)
@@ -148,11 +191,17 @@ class LlamaDecoder:
             all_k = cached_k.view(rows * keys, -1, width)[:, : column + 1]
             all_v = cached_v.view(rows * keys, -1, width)[:, : column + 1]
             q = q.reshape(rows * keys, group, width)
-            if bias is None:
-                scores = torch.bmm(q, all_k.transpose(1, 2)).mul_(scale)
+            if not self._is_wide:
+                q = q * scale  # before the product, which float16 could not hold
+                scores = torch.bmm(q, all_k.transpose(1, 2)) if bias is None else torch.baddbmm(bias, q, all_k.mT)
+                shares = torch.softmax(scores, -1, dtype=torch.float32).to(self._dtype)
             else:
-                scores = torch.baddbmm(bias, q, all_k.transpose(1, 2), alpha=scale)
-            mixed = torch.bmm(torch.softmax(scores, -1), all_v).view(rows, heads * width)
+                if bias is None:
+                    scores = torch.bmm(q, all_k.transpose(1, 2)).mul_(scale)
+                else:
+                    scores = torch.baddbmm(bias, q, all_k.transpose(1, 2), alpha=scale)
+                shares = torch.softmax(scores, -1)
+            mixed = torch.bmm(shares, all_v).view(rows, heads * width)
             x = self._finish(layer, x, mixed)
         self._column += 1
         self._lengths = self._lengths + 1
@@ -173,7 +222,11 @@ class LlamaDecoder:
         joined = joined.view(*x.shape[:-1], -1, self._width)
         turned = self._heads + self._key_heads
         both, v = joined[..., :turned, :], joined[..., turned:, :]
-        both = torch.addcmul(both * cos, both.roll(self._width // 2, -1), sin)
+        turned_halves = both.roll(self._width // 2, -1)
+        if self._is_wide:
+            both = torch.addcmul(both * cos, turned_halves, sin)
+        else:
+            both = (both * cos + turned_halves * sin).to(self._dtype)
         return both[..., : self._heads, :], both[..., self._heads :, :], v
 
     def _finish(self, layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
@@ -187,10 +240,14 @@ class LlamaDecoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         normed = self._norm(x, self._final_norm)
-        return functional.linear(normed, self._head.weight, self._head.bias)
+        return linear(normed, self._head, self._head_bias)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x times weight over its root mean square; torch's own takes a third longer on small inputs."""
+        if not self._is_wide:
+            normed = x.float()
+            normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self._eps)
+            return (weight * normed.to(x.dtype)).to(self._dtype)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         mean = length.square_().mul_(1 / x.shape[-1]).add_(self._eps)
         return (x * weight).mul_(mean.rsqrt_())
@@ -203,8 +260,8 @@ class LlamaDecoder:
         return torch.cat((cos, cos), 1).to(dtype), torch.cat((-sin, sin), 1).to(dtype)
 
 
-def _read(layer: Any) -> Layer:
-    q, k, v, out, gate, up, down = map(effective_weight, _projections(layer))
+def _read(layer: Any, dtype: torch.dtype) -> Layer:
+    q, k, v, out, gate, up, down = (effective_weight(module).to(dtype) for module in _projections(layer))
     return Layer(
         layer.input_layernorm.weight,
         _joined(q, k, v),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -52,4 +54,22 @@ class Lora:
             lora_dropout=self.dropout,
             target_modules=self.targets if isinstance(self.targets, str) else list(self.targets),
         )
-        return peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # Of adapters on a head that is tied to the embedding: `merged` unties them.
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+            return peft.get_peft_model(model, config)
+
+
+def merged(model: Any) -> Any:
+    """Return a copy of a peft model with its adapters merged into plain weights.
+
+    Adapters on the head or the embedding part the two, if they were one: each gets a weight of its own.
+    """
+    model = deepcopy(model)
+    causal = model.get_base_model()
+    read, written = causal.get_input_embeddings(), causal.get_output_embeddings()
+    if read.weight is written.weight and (hasattr(read, "base_layer") or hasattr(written, "base_layer")):
+        plain = getattr(written, "base_layer", written)
+        plain.weight = type(plain.weight)(plain.weight.detach().clone(), requires_grad=plain.weight.requires_grad)
+        causal.config.tie_word_embeddings = False
+    return model.merge_and_unload()

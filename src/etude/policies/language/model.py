@@ -19,9 +19,17 @@ from etude.low_precision import require_low_precision_of
 from etude.policies.language import llama
 from etude.policies.language.decoder import CachedDecoder, Decoder
 from etude.policies.language.generation import GenerationStats, Generator
-from etude.policies.language.head import LogProbs, pick_log_probs, token_log_probs
+from etude.policies.language.head import (
+    LogProbs,
+    as_written,
+    module_log_probs,
+    pick_log_probs,
+    token_log_probs,
+    wide,
+)
 from etude.policies.language.layout import Layout, lay_out
-from etude.policies.language.lora import Lora
+from etude.policies.language.lora import Lora, merged
+from etude.policies.language.packed import attending
 from etude.policies.language.sampling import Completion, Sampling
 from etude.policies.language.source import Source
 from etude.policies.language.tiny import CHARACTERS, Tiny
@@ -66,6 +74,9 @@ class LanguageModel(nn.Module):
         self.model = model
         self.tokenizer = tokenizer
         self.is_lora = hasattr(model, "peft_config")
+        if self.is_lora and model.active_peft_config.is_prompt_learning:
+            kind = type(model.active_peft_config).__name__
+            raise ConfigError(f"{kind} puts learned tokens before every text, which would be left out here; use LoRA")
         self.value_head = nn.Linear(self._hidden_size(), 1, dtype=self._weight().dtype) if value_head else None
         if self.value_head is not None:
             nn.init.zeros_(self.value_head.weight)
@@ -100,7 +111,8 @@ class LanguageModel(nn.Module):
             gguf_file: Name of a GGUF file in that directory or hub repository.
             lora: Adapters to add: a rank, their parameters, or None to train all weights.
             value_head: Whether to add a value head; it is read from the directory if it was saved there.
-            dtype: Type of the weights. On CPUs without special units bfloat16 is about five times slower.
+            dtype: Type of the weights. On CPUs without special units bfloat16 is about five times slower; float16 is
+                for LoRA, whose adapters are float32.
             seed: Seed of the adapters; None draws one from the global generator.
         """
         path = Path(path_or_id)
@@ -149,7 +161,7 @@ class LanguageModel(nn.Module):
         from etude.policies.language.smollm2 import quiet_transformers
 
         directory = Path(directory)
-        model = deepcopy(self.model).merge_and_unload() if self.is_lora else self.model
+        model = merged(self.model) if self.is_lora else self.model
         with quiet_transformers():
             model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
@@ -200,15 +212,27 @@ class LanguageModel(nn.Module):
         return self._weight().device
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt, with the special tokens that the tokenizer begins a text with."""
-        tokens: list[int] = self.tokenizer(text)["input_ids"]
+        """Return the tokens of a prompt, with the special tokens that the tokenizer begins a text with.
+
+        Those it ends a text with are left out, for something is to follow; a text that begins with them gets no others.
+        """
+        tokens = self.encode_continuation(text)
+        if len(self.tokenizer(text)["input_ids"]) == len(tokens):
+            return tokens
+        whole: list[int] = self.tokenizer("a")["input_ids"]
+        first = whole[: whole.index(self.encode_continuation("a")[0])]
+        return tokens if tokens[: len(first)] == first else first + tokens
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Return the tokens of what follows a prompt: a completion, or a later turn; no special ones are added."""
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the tokens of a conversation, up to where the assistant begins to speak."""
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tokens
+        return self.encode_continuation(
+            self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones left out."""
@@ -247,7 +271,7 @@ class LanguageModel(nn.Module):
         never does. Only what they depend on is computed, and a prompt that several rows share only once. With values
         or entropy a `LogProbs` is returned.
         """
-        layout = lay_out(batch, share=self._shares_prompts(), device=self.device)
+        layout = self._lay_out(batch)
         found = self._compute(layout, temperature, with_values, with_entropy)
         log_probs = _place(found.log_probs, layout)
         if not (with_values or with_entropy):
@@ -256,11 +280,11 @@ class LanguageModel(nn.Module):
         return LogProbs(log_probs, values, None if found.entropy is None else _place(found.entropy, layout))
 
     def logits(self, batch: Any) -> Tensor:
-        """Return the scores of the whole vocabulary for every counted token, given those before it: (B, T, V).
+        """Return the scores of the whole vocabulary for every counted token, given those before it: (B, T, V), float32.
 
         They stand where the token stands, and are zero where none counts (see `log_probs`).
         """
-        layout = lay_out(batch, share=self._shares_prompts(), device=self.device)
+        layout = self._lay_out(batch)
         rows, width = layout.shape
         head = self.causal.get_output_embeddings()
         if not layout.target_N.numel():
@@ -268,12 +292,13 @@ class LanguageModel(nn.Module):
             return nothing + self._weight().new_zeros(rows, width, head.weight.shape[0])
         hidden_NH, logits_NV = self._hidden(layout)
         logits_NV = head(hidden_NH) if logits_NV is None else logits_NV
+        logits_NV = logits_NV.to(wide(logits_NV.dtype))
         placed = logits_NV.new_zeros(rows * width, logits_NV.shape[1]).index_put((layout.place_N,), logits_NV)
         return placed.view(rows, width, -1)
 
     def forward(self, batch: Any) -> Loss:
         """Return the cross-entropy of the counted tokens, each weighed by its `loss_mask` if there is one."""
-        layout = lay_out(batch, share=self._shares_prompts(), device=self.device)
+        layout = self._lay_out(batch)
         log_probs_N = self._compute(layout).log_probs
         try:
             weights_N = batch["loss_mask"].to(log_probs_N).reshape(-1)[layout.place_N]
@@ -289,27 +314,30 @@ class LanguageModel(nn.Module):
             # Empty, but a part of the graph with all that is trained: ranks that have nothing to say must still reduce.
             trained = [p.reshape(-1)[:0] for p in self.parameters() if p.requires_grad]
             nothing = torch.cat(trained or [self._weight().reshape(-1)[:0]]) * 1.0
+            nothing = nothing.to(wide(nothing.dtype))
             return LogProbs(nothing, nothing if with_values else None, nothing if with_entropy else None)
         hidden_NH, logits_NV = self._hidden(layout)
         if logits_NV is not None:
             log_probs, entropy = pick_log_probs(logits_NV, layout.target_N, temperature, with_entropy)
         else:
             head = self.causal.get_output_embeddings()
-            log_probs, entropy = token_log_probs(
-                hidden_NH, head.weight, head.bias, layout.target_N, temperature=temperature, with_entropy=with_entropy
-            )
+            asked: dict[str, Any] = {"temperature": temperature, "with_entropy": with_entropy}
+            if type(head) is nn.Linear:
+                log_probs, entropy = token_log_probs(hidden_NH, head.weight, head.bias, layout.target_N, **asked)
+            else:
+                log_probs, entropy = module_log_probs(head, hidden_NH, layout.target_N, **asked)
         return LogProbs(log_probs, self._values(hidden_NH) if with_values else None, entropy)
 
     @contextmanager
     def reference(self) -> Iterator[LanguageModel]:
-        """Give the model as it was before training, without gradient: adapters off, or a frozen copy from its source.
+        """Give the model before training, without gradient or dropout: adapters off, or a frozen copy from its source.
 
         The copy is made when it is first asked for, from the source rather than from the present weights, so that it
         is the same after resuming. A model that was wrapped without a source is copied as it then is.
         """
         with torch.no_grad():
             if self.is_lora:
-                with self.model.disable_adapter():
+                with _evaluating(self), self.model.disable_adapter():
                     yield self
             else:
                 yield self._frozen_copy()
@@ -321,7 +349,7 @@ class LanguageModel(nn.Module):
             kept = LanguageModel(model.eval().requires_grad_(False), self.tokenizer, source=self._source)
             self.__dict__["_reference"] = kept
         kept.max_rows = self.max_rows
-        found: LanguageModel = kept.to(self.device)
+        found: LanguageModel = kept.to(self.device, self._weight().dtype)
         return found
 
     def _hidden(self, layout: Layout) -> tuple[Tensor, Tensor | None]:
@@ -334,16 +362,25 @@ class LanguageModel(nn.Module):
             "use_cache": False,
         }
         if any(getattr(causal.config, name, None) not in (None, 0, 1) for name in _LOGIT_TRICKS):
-            out = causal(**inputs, output_hidden_states=True)
+            with attending(causal.config, layout.packing):
+                out = causal(**inputs, output_hidden_states=True)
             return out.hidden_states[-1].flatten(0, 1)[layout.source_N], out.logits.flatten(0, 1)[layout.source_N]
-        hidden = causal.base_model(**inputs).last_hidden_state
+        with attending(causal.config, layout.packing):
+            hidden = causal.base_model(**inputs).last_hidden_state
         return hidden.flatten(0, 1)[layout.source_N], None
 
     def _values(self, hidden_NH: Tensor) -> Tensor:
         if self.value_head is None:
             raise ConfigError("this language model has no value head; make it with value_head=True")
-        values: Tensor = self.value_head(hidden_NH).squeeze(-1)
-        return values
+        dtype, head = wide(hidden_NH.dtype), self.value_head
+        with as_written(hidden_NH.device):
+            values = nn.functional.linear(hidden_NH.to(dtype), head.weight.to(dtype), head.bias.to(dtype))
+        return values.squeeze(-1)
+
+    def _lay_out(self, batch: Any) -> Layout:
+        # Checkpointed layers attend again in the backward pass, and compiled ones are traced: neither sees a context.
+        pack = not (getattr(self.causal, "is_gradient_checkpointing", False) or torch.compiler.is_compiling())
+        return lay_out(batch, share=(share := self._shares_prompts()), device=self.device, pack=share and pack)
 
     def _shares_prompts(self) -> bool:
         config = self.causal.config

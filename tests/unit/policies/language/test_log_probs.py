@@ -137,6 +137,57 @@ def test_logits_in_chunks(policy: LanguageModel, monkeypatch: pytest.MonkeyPatch
     assert_same(gradients(policy, (found * weights).sum()), grads)
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_the_heads_gradients_are_autograds(
+    monkeypatch: pytest.MonkeyPatch, with_entropy: bool, frozen: bool, kept: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((7, 5), (11, 5), (11,))
+    )
+    weight.requires_grad_(not frozen), bias.requires_grad_(not frozen), hidden.requires_grad_()
+    tokens = torch.tensor([1, 1, 4, 10, 0, 1, 7])
+    monkeypatch.setattr(head, "KEPT_LOGITS", kept)
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 33)  # chunks of three rows, blocks of two
+    monkeypatch.setattr(head, "BLOCK_LOGITS", 22)
+
+    def ours(*given: Tensor) -> tuple[Tensor, ...]:
+        found = head.token_log_probs(*given, tokens, temperature=0.7, with_entropy=with_entropy)
+        return found if with_entropy else found[:1]  # type: ignore[return-value]
+
+    assert torch.autograd.gradcheck(ours, (hidden, weight, bias))
+    logs = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias) / 0.7, -1)
+    assert torch.allclose(ours(hidden, weight, bias)[0], logs.gather(1, tokens[:, None]).squeeze(1))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
+def test_packed_text_is_computed_as_its_rows_are(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    policy = (LanguageModel.tiny(**SMALL) if kind == "llama" else other_kind(kind)).double()
+    batch = make_batch(PAIRS)
+    monkeypatch.setattr(layout, "PACK_ABOVE", 4)
+    found = policy._lay_out(batch)
+    # One line: 4 + 2 + 0 + 3 tokens, then 1 + 1 and 5 + 1, without padding.
+    assert found.packing is not None and found.tokens_RW.shape == (1, 17) and found.mask_R1WW is None
+    ours, theirs = policy.log_probs(batch), plain_log_probs(policy.model, batch)
+    assert torch.allclose(ours, theirs, atol=1e-8)
+    assert policy.causal.config._attn_implementation == "sdpa"
+    assert_same(gradients(policy, ours.sum()), gradients(policy, theirs.sum()))
+    policy.causal.gradient_checkpointing_enable()
+    assert policy._lay_out(batch).packing is None
+
+
+def test_what_is_packed() -> None:
+    long = make_batch([([5, 6, 7], list(range(5, 90))) for _ in range(4)])
+    assert lay_out(long, share=True, device=CPU, pack=True).packing is not None
+    assert lay_out(long, share=True, device=CPU).packing is None
+    short = make_batch([([5, 6, 7], [8, 9, 10, 11]) for _ in range(4)])
+    assert lay_out(short, share=True, device=CPU, pack=True).packing is None
+    long_prompt = make_batch([(list(range(5, 400)), [8, 9, 10, 11]) for _ in range(8)])
+    assert lay_out(long_prompt, share=True, device=CPU, pack=True).packing is None
+
+
 def test_a_second_backward_pass(policy: LanguageModel) -> None:
     total = policy(make_batch(PAIRS)).total
     policy.zero_grad()
