@@ -72,8 +72,14 @@ class RolloutError(EtudeError):
     exit_code = 10
 
 
+class DirectoryInUseError(EtudeError):
+    """Another training is writing the same directory."""
+
+    exit_code = 11
+
+
 class Interrupted(SystemExit):
-    """A signal asked to stop; the run was saved. Exits with 128 + signal number (130 or 143)."""
+    """A signal asked to stop; the run was saved. Exits with 128 + signal number (129, 130 or 143)."""
 
     def __init__(self, signum: int, message: str = "") -> None:
         super().__init__(128 + signum)

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from etude import errors
 from etude.duration import Progress
 from etude.engines.distributed import Group
-from etude.errors import CheckpointError, Interrupted
+from etude.errors import CheckpointError, EtudeError, Interrupted
 from etude.runs.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from etude.runs.directory import Run, resolve_run
+from etude.runs.lock import DirectoryLock
 from etude.runs.loggers import LoggerGroup
 from etude.runs.metrics import MetricsLog
 
@@ -29,6 +31,7 @@ class Record:
         self.directory: Path | None = None
         self.store: CheckpointStore | None = None
         self.metrics: MetricsLog | None = None
+        self._lock: DirectoryLock | None = None
         self.loggers = LoggerGroup([])
 
     def __enter__(self) -> Record:
@@ -36,19 +39,38 @@ class Record:
         request = trainer.run_request
         if request is False:
             return self
-        if self.group.is_main:
-            self.directory = resolve_run(request, root=trainer.run_root, name=trainer.name, resume=self.resume).dir
-        self.directory = Path(self.group.gather(str(self.directory))[0])
+        self.directory = self._take_directory(request)
         trainer.run = Run(self.directory)
         self.store = trainer.run.checkpoints(
             keep_last=config.keep_last, keep_best=config.keep_best, best_mode=config.best_mode, on_warning=self._warn
         )
         return self
 
+    def _take_directory(self, request: Any) -> Path:
+        """Choose the directory and lock it, on rank 0; every rank learns which it is, or why it cannot be had."""
+        trainer = self.trainer
+        found: list[str | None] = [None, None, None]
+        if self.group.is_main:
+            try:
+                chosen = resolve_run(request, root=trainer.run_root, name=trainer.name, resume=self.resume).dir
+                found[0] = str(chosen)
+                self._lock = DirectoryLock(chosen, self._warn)
+                self._lock.acquire()
+            except EtudeError as error:
+                found[1:] = [type(error).__name__, str(error)]
+            except OSError as error:
+                found[1:] = ["CheckpointError", f"{error.filename or found[0]}: cannot be written ({error.strerror})"]
+        directory, kind, fault = self.group.gather(found)[0]
+        if fault is not None:
+            raise getattr(errors, kind or "EtudeError")(fault)
+        return Path(directory)
+
     def __exit__(self, *_: object) -> None:
         self.loggers.close()
         if self.metrics is not None:
             self.metrics.close()
+        if self._lock is not None:
+            self._lock.release()
 
     def _warn(self, message: str) -> None:
         if self.group.is_main:

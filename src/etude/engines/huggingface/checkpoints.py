@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -21,9 +21,10 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from etude.engines.distributed import Group
 from etude.engines.huggingface import folder
 from etude.engines.optimizers import _is_plain, lay_out_state
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, DirectoryInUseError
 from etude.runs import durable
 from etude.runs.checkpoint import Checkpoint
+from etude.runs.lock import DirectoryLock
 from etude.runs.manifest import MANIFEST_NAME
 from etude.runs.tensor_file import read_tensor_file
 
@@ -146,6 +147,21 @@ class SafeCheckpoints(transformers.Trainer):
         if scaler is not None:
             tree["scaler"] = scaler.state_dict()
         return tree
+
+    @contextmanager
+    def directory_locked(self) -> Iterator[None]:
+        """Keep other trainings out of the output directory; every rank must call."""
+        fault = None
+        with ExitStack() as stack:
+            if self.group.is_main:
+                try:
+                    stack.enter_context(DirectoryLock(self.output_dir, log.warning))
+                except DirectoryInUseError as error:
+                    fault = str(error)
+            fault = self.group.gather(fault)[0]
+            if fault is not None:
+                raise DirectoryInUseError(fault)
+            yield
 
     # -- resuming -----------------------------------------------------------------------------------------------
 

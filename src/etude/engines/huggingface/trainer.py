@@ -205,9 +205,9 @@ class BaseTrainer(ExactSteps):
     ) -> TrainOutput:
         """Train to the requested length; True goes on from the newest checkpoint that is whole.
 
-        SIGINT and SIGTERM save after the step under way and exit with 130 and 143.
+        SIGINT, SIGTERM and SIGHUP save after the step under way and exit with 130, 143 and 129.
         """
-        with StopSignals() as signals:
+        with StopSignals() as signals, self.directory_locked():
             self._start(signals)
             checkpoint = self.choose_checkpoint(resume_from_checkpoint)
             try:
