@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.cli.output import is_main_rank, say, show_log
 from etude.cli.runs import find_run
-from etude.errors import ConfigError
+from etude.errors import ConfigError, exits_refused
 
 if TYPE_CHECKING:
     from etude.types import Result
@@ -23,7 +23,9 @@ def train_config(config: Path, overrides: list[str], resume: str) -> None:
     loaded = load(config, overrides)
     from etude.config.build import build  # only a valid config is worth the import of torch
 
-    _fit(build(loaded), resume)
+    with exits_refused(lambda: "step 0, before it began"):
+        trainer = build(loaded)
+    _fit(trainer, resume)
 
 
 def resume_run(run: str, overrides: list[str]) -> None:
@@ -44,7 +46,9 @@ def resume_run(run: str, overrides: list[str]) -> None:
     loaded = load(config, overrides)
     from etude.config.build import build
 
-    _fit(build(loaded, run=directory), "auto")
+    with exits_refused(lambda: "the step it had reached, before it went on"):
+        trainer = build(loaded, run=directory)
+    _fit(trainer, "auto")
 
 
 def _fit(trainer: Any, resume: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,20 @@ if TYPE_CHECKING:
     from etude.trainer import Trainer
 
 log = logging.getLogger("etude")
+
+
+@contextmanager
+def refused_writes(directory: Path) -> Iterator[None]:
+    """Say in one sentence that a directory cannot be written: no room, no right, a broken disk, a size limit."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(unwritable(error, directory)) from error
+
+
+def unwritable(error: OSError, directory: Path | str) -> str:
+    """Return the sentence for a write that the system refused."""
+    return f"{error.filename or directory}: cannot be written ({error.strerror or error})"
 
 
 class Record:
@@ -59,7 +74,7 @@ class Record:
             except EtudeError as error:
                 found[1:] = [type(error).__name__, str(error)]
             except OSError as error:
-                found[1:] = ["CheckpointError", f"{error.filename or found[0]}: cannot be written ({error.strerror})"]
+                found[1:] = ["CheckpointError", unwritable(error, found[0] or trainer.run_root)]
         directory, kind, fault = self.group.gather(found)[0]
         if fault is not None:
             raise getattr(errors, kind or "EtudeError")(fault)
@@ -120,17 +135,20 @@ class Record:
         """Open the metrics, cut back to where we go on from, and the loggers."""
         if self.directory is None or not self.group.is_main:
             return
-        run = Run(self.directory)
+        with refused_writes(self.directory):
+            self._start(Run(self.directory), progress, parameters)
+
+    def _start(self, run: Run, progress: Progress, parameters: tuple[int, int]) -> None:
         config = self.trainer.describe()
         before = run.write_config(config)
         if progress.step and before is not None:
             self._say_changes(before, config)
         run.write_environment()
         run.set_status("running", step=progress.step, trainable_parameters=parameters[0], parameters=parameters[1])
-        self.metrics = MetricsLog(self.directory / "metrics.jsonl")
+        self.metrics = run.metrics()
         self.metrics.truncate_after(progress.step)
         self.loggers = LoggerGroup(self.trainer.loggers)
-        self.loggers.start(self.directory, config, progress.step)
+        self.loggers.start(run.dir, config, progress.step)
 
     def _say_changes(self, before: Any, now: Any, path: str = "") -> None:
         if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -173,12 +191,15 @@ class Record:
         self.wait()
         # A run that failed before it could be taken up stands where it stood.
         reached = {"step": progress.step} if self.metrics is not None else {}
-        if error is None:
-            run.set_status("finished", **reached, stopped=stopped or "finished")
-        elif isinstance(error, Interrupted):
-            run.set_status("interrupted", **reached, error=error.message)
-        else:
-            run.set_status("failed", **reached, error=f"{type(error).__name__}: {error}")
+        try:
+            if error is None:
+                run.set_status("finished", **reached, stopped=stopped or "finished")
+            elif isinstance(error, Interrupted):
+                run.set_status("interrupted", **reached, error=error.message)
+            else:
+                run.set_status("failed", **reached, error=f"{type(error).__name__}: {error}")
+        except OSError as fault:  # checkpoints are there or were reported; how it ended is the lesser loss
+            log.warning("how the run ended could not be written to %s: %s", run.dir, fault.strerror or fault)
 
     @property
     def best(self) -> Path | None:

@@ -20,7 +20,7 @@ from torch import nn
 from etude.callbacks import Callback, CallbackGroup, EarlyStop, ShowProgress
 from etude.data.evaluation import evaluation_batches
 from etude.duration import Duration, Progress
-from etude.engines import state
+from etude.engines import guard, state
 from etude.engines.distributed import Group
 from etude.engines.ema import EMA
 from etude.engines.manual import ManualStepper
@@ -31,7 +31,15 @@ from etude.engines.signals import StopSignals
 from etude.engines.step import Meter, Stepper, make_loss_function
 from etude.engines.strategy import Alone, count_parameters
 from etude.engines.watchdog import Pulse, Watchdog
-from etude.errors import CheckpointError, ConfigError, Interrupted, RankError, ShortRunError
+from etude.errors import (
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    RankError,
+    ShortRunError,
+    exits_refused,
+    one_line,
+)
 from etude.protocols import Place
 from etude.rng import STREAM_EVALUATE, STREAM_INIT, STREAM_ROLLOUT, fold, seed_everything
 from etude.types import Result, Updates
@@ -83,6 +91,7 @@ class Session:
         self._exits.callback(self.data.close)
         self._build_policy()
         self._build_callbacks()
+        self._odd = guard.odd_from_the_start(self.policy)
         checkpoint = self.record.find_checkpoint(resume)
         if checkpoint is not None:
             state.restore(self, checkpoint)
@@ -163,20 +172,31 @@ class Session:
         self.callbacks = CallbackGroup(callbacks)
 
     def close(self, error: BaseException | None) -> None:
-        """End the session; `error` says why, if it did not end well."""
-        if error is not None and hasattr(self, "callbacks"):
-            self.callbacks.on_exception(self.trainer, error)
+        """End the session; `error` says why, if it did not end well. What goes wrong here never hides that."""
+        ends: list[Callable[[], Any]] = [lambda: self._exits.__exit__(type(error) if error else None, error, None)]
         if hasattr(self, "record"):
-            self.record.finish(self.progress, error, self.stopping)
-        self._exits.__exit__(type(error) if error else None, error, None)
+            ends.insert(0, lambda: self.record.finish(self.progress, error, self.stopping))
+        if error is not None and hasattr(self, "callbacks"):
+            ends.insert(0, lambda: self.callbacks.on_exception(self.trainer, error))
+        failure: BaseException | None = None
+        for end in ends:
+            try:
+                end()
+            except BaseException as later:  # noqa: BLE001 - a callback may raise anything, and the rest must end too
+                failure = failure or later
+        if failure is not None and error is None:
+            raise failure
+        if failure is not None:
+            log.warning("ending the run failed too: %s: %s", type(failure).__name__, one_line(failure))
 
     @contextmanager
     def running(self, resume: str | Path) -> Iterator[Session]:
         """Open the session, close it however the block ends, and turn a peer's death into a clear error."""
         failure: BaseException | None = None
         try:
-            self.open(resume)
-            yield self
+            with exits_refused(lambda: f"step {self.progress.step}, before the requested {self.length}"):
+                self.open(resume)
+                yield self
         except BaseException as error:
             failure = error
             fault = self.watchdog.diagnose() if isinstance(error, RuntimeError) and hasattr(self, "watchdog") else None
@@ -352,7 +372,7 @@ class Session:
             return
         self._ranked_at = self.progress.step
         sign = -1 if config.best_mode == "min" else 1
-        if config.keep_best and (self.best is None or sign * value > sign * self.best):
+        if config.keep_best and not math.isnan(value) and (self.best is None or sign * value > sign * self.best):
             self.best = value
             self._is_best = True
 
@@ -380,6 +400,7 @@ class Session:
         if self._saved_at != self.progress.step:
             self.strategy.synchronise_buffers()
             tree = state.collect(self)
+            guard.require_finite(self.group, self.progress.step, tree, self._odd, self.record.last)
             ranked = self._ranked_at == self.progress.step
             metric = self.metrics.get(self.config.best_metric) if ranked else None
             self.record.save(tree, self.progress.step, metric)

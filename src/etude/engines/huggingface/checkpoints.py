@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from etude.engines import guard
 from etude.engines.distributed import Group
 from etude.engines.huggingface import folder
 from etude.engines.optimizers import _is_plain, lay_out_state
@@ -42,6 +43,7 @@ class SafeCheckpoints(transformers.Trainer):
     _resumed: Checkpoint | None = None
     """What training goes on from, verified; read once."""
     _saved_at = -1
+    _odd: frozenset[str] = frozenset()
 
     @property
     def group(self) -> Group:
@@ -66,6 +68,7 @@ class SafeCheckpoints(transformers.Trainer):
         directory, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
         final = directory / f"checkpoint-{step}"
         tree = {} if self.args.save_only_model else self._collect()
+        self.require_finite(tree)
         temp = Path(self.group.gather(str(directory / durable.temp_name(final.name)))[0])
         fault = None
         try:
@@ -148,6 +151,12 @@ class SafeCheckpoints(transformers.Trainer):
             tree["scaler"] = scaler.state_dict()
         return tree
 
+    def require_finite(self, tree: Mapping[str, Any]) -> None:
+        """Refuse weights, statistics and optimizer state that an update has broken; every rank must call."""
+        state = {"policy": self.module.state_dict(), "optimizer": tree.get("optimizer", {})}
+        last = next((path for _, path in folder.entries(self.output_dir)), None) if self.group.is_main else None
+        guard.require_finite(self.group, self.state.global_step, state, self._odd, last)
+
     @contextmanager
     def directory_locked(self) -> Iterator[None]:
         """Keep other trainings out of the output directory; every rank must call."""
@@ -171,6 +180,7 @@ class SafeCheckpoints(transformers.Trainer):
         Rank 0 looks and verifies; the others take its word for which, and verify what they read.
         """
         self._resumed = None
+        self._odd = guard.odd_from_the_start(self.module)
         found: list[Any] = [None, None]
         if self.group.is_main:
             durable.remove_leftovers(self.output_dir)

@@ -20,7 +20,7 @@ from etude.engines.huggingface.losses import accepts, mean_of, takes_anything, t
 from etude.engines.huggingface.steps import ExactSteps
 from etude.engines.session import choose_windows
 from etude.engines.signals import StopSignals
-from etude.errors import ConfigError, DataError, EtudeError, Interrupted, ShortRunError
+from etude.errors import ConfigError, DataError, EtudeError, Interrupted, ShortRunError, exits_refused
 from etude.rng import STREAM_EVALUATE, STREAM_INIT, fold, seed_everything
 
 log = logging.getLogger("etude")
@@ -207,11 +207,12 @@ class BaseTrainer(ExactSteps):
 
         SIGINT, SIGTERM and SIGHUP save after the step under way and exit with 130, 143 and 129.
         """
-        with StopSignals() as signals, self.directory_locked():
+        with StopSignals() as signals, self.directory_locked(), exits_refused(self._reached):
             self._start(signals)
             checkpoint = self.choose_checkpoint(resume_from_checkpoint)
             try:
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
+                self.require_finite({})
             except (EtudeError, Interrupted):
                 # Reporters close their files here; what was logged so far is what explains the stop.
                 self.callback_handler.on_train_end(self.args, self.state, self.control)
@@ -223,6 +224,9 @@ class BaseTrainer(ExactSteps):
                 f"training ended at step {self.state.global_step}, before the requested {self.state.max_steps} steps"
             )
         return output
+
+    def _reached(self) -> str:
+        return f"step {self.state.global_step}, before the requested {self.state.max_steps} steps"
 
 
 class _OnBegin(TrainerCallback):

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from etude.engines import guard
 from etude.engines.distributed import Group
+from etude.engines.lightning.codec import encode
 from etude.engines.sharding import local_tensor
 from etude.rng import STREAM_EVALUATE, STREAM_STEP, fold, seed_everything
 from etude.types import Loss, split_loss
@@ -45,6 +46,7 @@ class ExactSteps(lightning.Callback):
         self._nominal = 1.0
         self._partial: dict[str, Any] | None = None
         self._names: dict[Any, str] = {}
+        self._odd: frozenset[str] = frozenset()
         self._clips = False
         """Whether gradients are looked at when they are clipped, which needs their norm anyway."""
         self.takes_part = False
@@ -59,6 +61,7 @@ class ExactSteps(lightning.Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Let `training_step` return a Loss."""
         self._weights, self._losses, self._window, self._stepped = [], [], [], False
+        self._odd = guard.odd_from_the_start(pl_module)
         step: Any = getattr(pl_module, "training_step", None)
         if self.takes_part and pl_module.automatic_optimization and not hasattr(step, "returns_losses"):
 
@@ -69,6 +72,11 @@ class ExactSteps(lightning.Callback):
             training_step.returns_losses = True  # type: ignore[attr-defined]
             pl_module.training_step = training_step
         self._clips = self.takes_part and self._guard_clipping(trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse to end with weights that the last update has broken."""
+        if self.takes_part:
+            self._require_finite(trainer, {"state_dict": pl_module.state_dict()})
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take up gradients that were saved in the middle of an accumulation."""
@@ -212,6 +220,7 @@ class ExactSteps(lightning.Callback):
         """Save the seed, and gradients if the checkpoint falls into the middle of an accumulation."""
         if not self.takes_part:
             return
+        self._require_finite(trainer, checkpoint)
         saved: dict[str, Any] = {"seed": trainer.root_seed, "world": trainer.world_size}
         if pl_module.automatic_optimization and self._window and not self._stepped:
             if trainer.world_size > 1:
@@ -222,6 +231,11 @@ class ExactSteps(lightning.Callback):
                 "window": [list(place) for place in self._window],
             }
         checkpoint[SAVED] = saved
+
+    def _require_finite(self, trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+        tree = {"policy": checkpoint["state_dict"], "optimizer": encode(checkpoint.get("optimizer_states", []))}
+        last = getattr(trainer.checkpoint_callback, "best_model_path", None)
+        guard.require_finite(self._group(trainer), trainer.global_step, tree, self._odd, last)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take up the seed unless another was asked for, and say what cannot be exact."""

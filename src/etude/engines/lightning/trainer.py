@@ -22,7 +22,7 @@ from etude.engines.lightning.data import as_lightning, is_data_module, no_loader
 from etude.engines.lightning.interaction import PolicyDatasetInteraction
 from etude.engines.lightning.loaders import Addressed, address
 from etude.engines.lightning.module import LightningPolicy
-from etude.errors import ConfigError
+from etude.errors import ConfigError, exits_refused
 
 log = logging.getLogger("etude")
 
@@ -140,7 +140,8 @@ class Trainer(lightning.Trainer):
         elif lacks and not is_overridden("val_dataloader", datamodule):
             datamodule.val_dataloader = no_loaders
         try:
-            super().fit(module, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+            with exits_refused(lambda: f"step {self.global_step}, before its time"):
+                super().fit(module, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
         finally:
             if vars(datamodule or self).get("val_dataloader") is no_loaders:
                 del datamodule.val_dataloader
