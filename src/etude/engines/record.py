@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from etude.duration import Progress
 from etude.engines.distributed import Group
 from etude.errors import CheckpointError, EtudeError, Interrupted
 from etude.runs.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
-from etude.runs.directory import Run, resolve_run
+from etude.runs.directory import Run, plain_config, resolve_run
 from etude.runs.lock import DirectoryLock
 from etude.runs.loggers import LoggerGroup
 from etude.runs.metrics import MetricsLog
@@ -48,6 +49,8 @@ class Record:
         self.metrics: MetricsLog | None = None
         self._lock: DirectoryLock | None = None
         self.loggers = LoggerGroup([])
+        self.changes: list[str] = []
+        """What differs from the session that this one goes on from, in words."""
 
     def __enter__(self) -> Record:
         trainer, config = self.trainer, self.trainer.config
@@ -113,7 +116,7 @@ class Record:
         if checkpoint is None:
             checkpoint = read_checkpoint(Path(path))
         if self.group.is_main:
-            log.info("resuming from %s at step %d", checkpoint.path, checkpoint.step)
+            self._tell(f"resuming from {checkpoint.path} at step {checkpoint.step}")
         return checkpoint.tree
 
     def _load(self, resume: str | Path) -> Checkpoint:
@@ -131,31 +134,55 @@ class Record:
             )
         return read_checkpoint(path)
 
-    def start(self, progress: Progress, parameters: tuple[int, int]) -> None:
-        """Open the metrics, cut back to where we go on from, and the loggers."""
+    def start(
+        self, progress: Progress, parameters: tuple[int, int], changed: Sequence[str] = (), *, idle: bool = False
+    ) -> None:
+        """Open the metrics, cut back to where we go on from, and the loggers.
+
+        Args:
+            progress: Where the run goes on from.
+            parameters: How many parameters are trained, and how many there are.
+            changed: What differs from the session before, in words.
+            idle: The run had finished before; nothing will be trained, so what it was trained with stays on record.
+        """
         if self.directory is None or not self.group.is_main:
             return
         with refused_writes(self.directory):
-            self._start(Run(self.directory), progress, parameters)
+            self._start(Run(self.directory), progress, parameters, changed, idle)
 
-    def _start(self, run: Run, progress: Progress, parameters: tuple[int, int]) -> None:
+    def _start(
+        self, run: Run, progress: Progress, parameters: tuple[int, int], changed: Sequence[str], idle: bool
+    ) -> None:
         config = self.trainer.describe()
-        before = run.write_config(config)
-        if progress.step and before is not None:
-            self._say_changes(before, config)
-        run.write_environment()
+        before = run.read_config() if idle else run.write_config(config)
+        if progress.step and before:
+            self.changes += _differences(before, plain_config(config))
+        self.changes += changed
+        if not idle:
+            for change in self.changes:
+                self._tell(f"changed since the last session: {change}")
+            run.write_environment()
         run.set_status("running", step=progress.step, trainable_parameters=parameters[0], parameters=parameters[1])
         self.metrics = run.metrics()
         self.metrics.truncate_after(progress.step)
         self.loggers = LoggerGroup(self.trainer.loggers)
         self.loggers.start(run.dir, config, progress.step)
 
-    def _say_changes(self, before: Any, now: Any, path: str = "") -> None:
-        if isinstance(before, Mapping) and isinstance(now, Mapping):
-            for key in [*before, *(key for key in now if key not in before)]:
-                self._say_changes(before.get(key), now.get(key), f"{path}.{key}" if path else str(key))
-        elif before != now:
-            log.info("configuration changed since the last session: %s: %s -> %s", path, before, now)
+    def say_finished(self, progress: Progress, why: str) -> None:
+        """Say that there is nothing to train, what has changed since, and what to do."""
+        if self.group.is_main:
+            since = f" with other settings, code or data since then ({'; '.join(self.changes)})" if self.changes else ""
+            log.warning(
+                "%s had finished before (step %d: %s) and was not trained%s; ask for more steps, name another run, or "
+                'start afresh with resume="never"', self.directory or "the run", progress.step, why, since,
+            )  # fmt: skip
+
+    def _tell(self, message: str) -> None:
+        """Say something that is no warning, also to those who have not set up logging."""
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s", message)
+        elif self.trainer.show_progress:
+            print(f"etude: {message}", file=sys.stderr, flush=True)
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         """Write one row to metrics.jsonl and the loggers."""
@@ -210,3 +237,15 @@ class Record:
     def last(self) -> Path | None:
         """The newest checkpoint."""
         return self.store.last if self.store is not None else None
+
+
+def _differences(before: Any, now: Any, path: str = "") -> list[str]:
+    """Return the settings that differ, as `training.lr: 0.1 -> 0.2`."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        keys = [*before, *(key for key in now if key not in before)]
+        return [
+            line
+            for key in keys
+            for line in _differences(before.get(key), now.get(key), f"{path}.{key}" if path else str(key))
+        ]
+    return [] if before == now else [f"{path}: {before} -> {now}"]

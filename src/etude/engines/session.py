@@ -20,7 +20,7 @@ from torch import nn
 from etude.callbacks import Callback, CallbackGroup, EarlyStop, ShowProgress
 from etude.data.evaluation import evaluation_batches
 from etude.duration import Duration, Progress
-from etude.engines import guard, state
+from etude.engines import guard, provenance, state
 from etude.engines.distributed import Group
 from etude.engines.ema import EMA
 from etude.engines.manual import ManualStepper
@@ -93,12 +93,19 @@ class Session:
         self._build_callbacks()
         self._odd = guard.odd_from_the_start(self.policy)
         checkpoint = self.record.find_checkpoint(resume)
+        self.provenance = provenance.describe(trainer) if group.is_main else {}
+        changed: list[str] = []
         if checkpoint is not None:
             state.restore(self, checkpoint)
-        self.record.start(self.progress, count_parameters(self.policy))
+            if group.is_main:
+                changed = provenance.changes(checkpoint["session"].get("provenance"), self.provenance)
+        idle = checkpoint is not None and self.finished
+        self.record.start(self.progress, count_parameters(self.policy), changed, idle=idle)
         if not trainer.is_manual and not self.finished:
             self._settle()
         self.callbacks.on_fit_start(trainer)
+        if checkpoint is not None and self.finished:
+            self.record.say_finished(self.progress, self.stopping or f"reached its {self.length}")
         self._clock = time.perf_counter() - self.progress.seconds
         self._lap = (self.progress.step, time.perf_counter())
         self._first_step = self.progress.step
@@ -297,7 +304,7 @@ class Session:
         self.callbacks.on_fit_end(self.trainer)
         return Result(
             self.progress.step, dict(self.metrics), self.record.directory, self.record.best, self.record.last,
-            self.stopping or "finished",
+            self.stopping or "finished", self._first_step, tuple(self.record.changes),
         )  # fmt: skip
 
     # -- what is due --------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ def collect(session: Session) -> dict[str, Any]:
             "seed": session.config.seed,
             "global_batch": session.place.global_batch,
             "precision": session.config.precision,
+            "provenance": session.provenance,
         },
     }
     describe: Any = getattr(session.policy, "describe", None)

@@ -261,6 +261,12 @@ def _summarize(run: Run) -> RunSummary:
     return RunSummary(run.name, run.dir, state, step, numbers, status.get("started"), duration_s)
 
 
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as config.yaml holds it."""
+    plain: dict[str, Any] = _plain(config, "")
+    return plain
+
+
 def _plain(value: Any, path: str) -> Any:
     """Return a configuration value as what YAML can hold; refuse secrets and objects, naming where they are."""
     if isinstance(value, Mapping):
