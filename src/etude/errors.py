@@ -7,6 +7,10 @@ Anything else is our mistake and keeps its traceback.
 from __future__ import annotations
 
 import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 def one_line(error: BaseException, most: int = 200) -> str:
@@ -72,10 +76,39 @@ class RolloutError(EtudeError):
     exit_code = 10
 
 
+class DirectoryInUseError(EtudeError):
+    """Another training is writing the same directory."""
+
+    exit_code = 11
+
+
 class Interrupted(SystemExit):
-    """A signal asked to stop; the run was saved. Exits with 128 + signal number (130 or 143)."""
+    """A signal asked to stop; the run was saved. Exits with 128 + signal number (129, 130 or 143)."""
 
     def __init__(self, signum: int, message: str = "") -> None:
         super().__init__(128 + signum)
         self.signum = signum
         self.message = message or f"interrupted by {signal.Signals(signum).name}"
+
+
+def describe_exit(leave: SystemExit) -> str:
+    """Return what asked a process to exit, and where: `sys.exit(0) in model.py, line 12`."""
+    frames = [f for f in traceback.extract_tb(leave.__traceback__) if "_sitebuiltins" not in f.filename]
+    place = f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
+    return f"sys.exit({'' if leave.code is None else repr(leave.code)}){place}"
+
+
+@contextmanager
+def exits_refused(reached: Callable[[], str]) -> Iterator[None]:
+    """Turn a `sys.exit` of the code that is trained into ShortRunError: an early end must not look like a good one.
+
+    Args:
+        reached: Says how far training had come, such as "step 3, before the requested 10 steps".
+    """
+    try:
+        yield
+    except SystemExit as leave:
+        # Interrupted and its like are classes of their own; Lightning leaves by exit(1) after Control-C.
+        if type(leave) is not SystemExit or isinstance(leave.__context__, KeyboardInterrupt):
+            raise
+        raise ShortRunError(f"training ended at {reached()}: the code called {describe_exit(leave)}") from leave

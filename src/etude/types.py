@@ -176,3 +176,7 @@ class Result:
     last: Path | None
     stopped: str = "finished"
     """Why training ended: 'finished' or 'early stopping: ...'."""
+    first_step: int = 0
+    """The step that this call went on from; `steps` itself if the run had finished before and nothing was trained."""
+    changes: tuple[str, ...] = ()
+    """What differs from the session that the call went on from: settings, code and data, in words."""

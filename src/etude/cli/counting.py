@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
+from etude.cli.output import visible
 from etude.runs.progress import format_duration, is_terminal
 
 _LINES = 5
@@ -36,7 +37,7 @@ class Counting:
         self._shown_s, self._shown_part = now, part
         rate = (done - self._first) / max(now - self._began, 1e-9)
         left = f"  ETA {format_duration((self._total - done) / rate)}" if done < self._total and rate else ""
-        text = f"{self._label} {done}/{self._total}{'  ' + note if note else ''}{left}"
+        text = visible(f"{self._label} {done}/{self._total}{'  ' + note if note else ''}{left}")
         sys.stderr.write(f"\r\x1b[2K{text}" if self._live else text + "\n")
         sys.stderr.flush()
 

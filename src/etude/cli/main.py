@@ -408,17 +408,24 @@ def main() -> None:
             raise SystemExit(2) from None
         import traceback
 
+        from etude.cli.output import visible
         from etude.secrets import redact
 
-        sys.stderr.write(redact(traceback.format_exc()))
+        sys.stderr.write(visible(redact(traceback.format_exc())))
         raise SystemExit(1) from None
     finally:
         gc.freeze()  # nor is the interpreter to search them all for garbage on its way out
 
 
 def _complain(message: str) -> None:
+    from etude.cli.output import visible
     from etude.secrets import redact
 
     rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE") or 1) > 1 and "RANK" in os.environ else ""
-    sys.stderr.write(redact(f"etude: {rank}{message}\n"))
-    sys.stderr.flush()
+    try:
+        sys.stderr.write(redact(f"etude: {rank}{visible(message)}\n"))
+        sys.stderr.flush()
+    except OSError:  # the terminal is gone: flushing at the end would fail again, and replace the exit code by 120
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,9 +24,25 @@ def is_main_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+# C0 and C1 controls, the marks that turn text around, and lone surrogates: what a terminal obeys instead of showing.
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Return text with control characters written out (`\\x1b`), so that no name or file can speak to the terminal.
+
+    Tabs and line ends stay.
+    """
+    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def _cleaned(text: str) -> str:
+    return visible(redact(text))
+
+
 class _RedactedLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return redact(f"etude: {record.getMessage()}")
+        return _cleaned(f"etude: {record.getMessage()}")
 
 
 def show_log() -> None:
@@ -40,7 +57,7 @@ def show_log() -> None:
 
 def say(text: str = "") -> None:
     """Print one line to standard output."""
-    sys.stdout.write(redact(text) + "\n")
+    sys.stdout.write(_cleaned(text) + "\n")
 
 
 def print_json(value: Any) -> None:
@@ -59,7 +76,7 @@ def _strict(value: Any) -> Any:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """Print rows under column heads; columns whose index is in `right` are aligned to the right."""
-    cleaned = [[redact(cell) for cell in row] for row in rows]
+    cleaned = [[_cleaned(cell).replace("\n", "\\n") for cell in row] for row in rows]
     if in_terminal():
         _print_rich(columns, cleaned, right)
         return

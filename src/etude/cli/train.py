@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.cli.output import is_main_rank, say, show_log
 from etude.cli.runs import find_run
-from etude.errors import ConfigError
+from etude.errors import ConfigError, exits_refused
 
 if TYPE_CHECKING:
     from etude.types import Result
@@ -23,7 +23,9 @@ def train_config(config: Path, overrides: list[str], resume: str) -> None:
     loaded = load(config, overrides)
     from etude.config.build import build  # only a valid config is worth the import of torch
 
-    _fit(build(loaded), resume)
+    with exits_refused(lambda: "step 0, before it began"):
+        trainer = build(loaded)
+    _fit(trainer, resume)
 
 
 def resume_run(run: str, overrides: list[str]) -> None:
@@ -44,7 +46,9 @@ def resume_run(run: str, overrides: list[str]) -> None:
     loaded = load(config, overrides)
     from etude.config.build import build
 
-    _fit(build(loaded, run=directory), "auto")
+    with exits_refused(lambda: "the step it had reached, before it went on"):
+        trainer = build(loaded, run=directory)
+    _fit(trainer, "auto")
 
 
 def _fit(trainer: Any, resume: str) -> None:
@@ -52,13 +56,38 @@ def _fit(trainer: Any, resume: str) -> None:
     show_log()
     started = time.monotonic()
     result = trainer.fit(resume=resume)
+    _require_training(result)
     if is_main_rank():
         _print_result(result, time.monotonic() - started)
+
+
+# What may differ without a finished run becoming another one: how long, how often, how fast, and where to.
+_NEUTRAL = (
+    "run.", "loggers", "engine", "name", "description", *(
+        f"training.{key}:" for key in (
+            "training_steps", "duration", "log_every", "save_every", "evaluate_every", "keep_last", "keep_best",
+            "num_workers", "num_threads", "device", "hang_timeout_s",
+        )
+    ),
+)  # fmt: skip
+
+
+def _require_training(result: Result) -> None:
+    """Refuse to end well where other settings were asked for than those that a finished run was trained with."""
+    other = [change for change in result.changes if not change.startswith(_NEUTRAL)]
+    if result.steps == result.first_step and other:
+        raise ConfigError(
+            f"{result.run_dir} had finished before and was not trained, but now differs: {'; '.join(other)}; "
+            "give it another run.name, use --resume never, or ask for more steps"
+        )
 
 
 def _print_result(result: Result, seconds: float) -> None:
     from etude.runs.progress import format_duration, format_figure
 
+    if result.steps == result.first_step:
+        say(f"run: {result.run_dir}")
+        return
     reason = "" if result.stopped == "finished" else f" ({result.stopped})"
     say(f"reached step {result.steps} in {format_duration(seconds)}{reason}")
     shown = sorted(name for name in result.metrics if name.startswith("eval/")) or ["train/loss"]

@@ -53,6 +53,11 @@ class Mixture:
         self._tasks = [torch.tensor([places[task] for task in dataset.tasks]) for dataset in datasets]
         self.names = self._common_names()
 
+    @property
+    def fingerprint(self) -> str:
+        """What tells this mixture from another: its datasets and their weights."""
+        return " ".join([*(dataset.fingerprint for dataset in self.datasets), str(self.weights)])
+
     def _common_names(self) -> list[str]:
         first = self.datasets[0].source.columns
         common = [name for name in first if all(name in dataset.source.columns for dataset in self.datasets)]

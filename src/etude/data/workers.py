@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from etude.data.fetch import Fetch, Request
-from etude.errors import DataError
+from etude.errors import DataError, ShortRunError, describe_exit
 from etude.rng import fold
 
 _KILL_AFTER_S = 1.0
@@ -34,6 +34,8 @@ class _Failure:
 
     message: str
     trace: str
+    leaves: bool = False
+    """Whether the code asked to exit."""
 
 
 class WorkerTraceback(Exception):
@@ -54,6 +56,8 @@ class _Remote(Dataset[Any]):
             return self._fetch(*request)
         except DataError as error:
             return _Failure(str(error), traceback.format_exc())
+        except SystemExit as leave:  # torch would let the worker go, with exit code 0 or any other
+            return _Failure(f"a data-loading worker called {describe_exit(leave)}", traceback.format_exc(), leaves=True)
 
 
 class _Requests:
@@ -79,6 +83,7 @@ class _Begin:
     def __call__(self, number: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         # By default a batch that cannot be sent is dropped, and the training process waits for it for ever.
         Queue._on_queue_feeder_error = staticmethod(_die_of_unsendable)  # type: ignore[attr-defined]
         if self._then is not None:
@@ -139,14 +144,15 @@ class Workers:
         with _deaths_reported_to(self):
             batch = self._guarded(lambda: next(self._iterator))
         if isinstance(batch, _Failure):
-            raise DataError(batch.message) from WorkerTraceback(f"\n{batch.trace}")
+            raise (ShortRunError if batch.leaves else DataError)(batch.message) from WorkerTraceback(f"\n{batch.trace}")
         return batch
 
     def require_alive(self) -> None:
-        """Raise DataError if a worker has died."""
+        """Raise DataError if a worker has died; ShortRunError if it ended as if all were well."""
         for process in self._processes:
             if not process.is_alive():
-                raise DataError(_obituary(process.pid, process.exitcode))
+                kind = DataError if process.exitcode else ShortRunError
+                raise kind(_obituary(process.pid, process.exitcode))
 
     def close(self) -> None:
         """End the workers and wait for them."""

@@ -20,7 +20,7 @@ from torch import nn
 from etude.callbacks import Callback, CallbackGroup, EarlyStop, ShowProgress
 from etude.data.evaluation import evaluation_batches
 from etude.duration import Duration, Progress
-from etude.engines import state
+from etude.engines import guard, provenance, state
 from etude.engines.distributed import Group
 from etude.engines.ema import EMA
 from etude.engines.manual import ManualStepper
@@ -31,7 +31,15 @@ from etude.engines.signals import StopSignals
 from etude.engines.step import Meter, Stepper, make_loss_function
 from etude.engines.strategy import Alone, count_parameters
 from etude.engines.watchdog import Pulse, Watchdog
-from etude.errors import CheckpointError, ConfigError, Interrupted, RankError, ShortRunError
+from etude.errors import (
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    RankError,
+    ShortRunError,
+    exits_refused,
+    one_line,
+)
 from etude.low_precision import require_low_precision, require_low_precision_of
 from etude.policies.normalize import BatchStatistics, act_in_data_units
 from etude.protocols import Place
@@ -86,14 +94,22 @@ class Session:
         self._exits.callback(self.data.close)
         self._build_policy()
         self._build_callbacks()
+        self._odd = guard.odd_from_the_start(self.policy)
+        self.provenance = provenance.describe(trainer) if group.is_main else {}
+        changed: list[str] = []
         if checkpoint is not None:
             state.restore(self, checkpoint)
-        self.record.start(self.progress, count_parameters(self.policy))
-        if self.statistics is not None:
+            if group.is_main:
+                changed = provenance.changes(checkpoint["session"].get("provenance"), self.provenance)
+        idle = checkpoint is not None and self.finished
+        self.record.start(self.progress, count_parameters(self.policy), changed, idle=idle)
+        if self.statistics is not None and not idle:
             self.record.write_statistics(self.statistics.to_json())
         if not trainer.is_manual and not self.finished:
             self._settle()
         self.callbacks.on_fit_start(trainer)
+        if checkpoint is not None and self.finished:
+            self.record.say_finished(self.progress, self.stopping or f"reached its {self.length}")
         self._clock = time.perf_counter() - self.progress.seconds
         self._lap = (self.progress.step, time.perf_counter())
         self._first_step = self.progress.step
@@ -183,20 +199,31 @@ class Session:
         self._exits.callback(function)
 
     def close(self, error: BaseException | None) -> None:
-        """End the session; `error` says why, if it did not end well."""
-        if error is not None and hasattr(self, "callbacks"):
-            self.callbacks.on_exception(self.trainer, error)
+        """End the session; `error` says why, if it did not end well. What goes wrong here never hides that."""
+        ends: list[Callable[[], Any]] = [lambda: self._exits.__exit__(type(error) if error else None, error, None)]
         if hasattr(self, "record"):
-            self.record.finish(self.progress, error, self.stopping)
-        self._exits.__exit__(type(error) if error else None, error, None)
+            ends.insert(0, lambda: self.record.finish(self.progress, error, self.stopping))
+        if error is not None and hasattr(self, "callbacks"):
+            ends.insert(0, lambda: self.callbacks.on_exception(self.trainer, error))
+        failure: BaseException | None = None
+        for end in ends:
+            try:
+                end()
+            except BaseException as later:  # noqa: BLE001 - a callback may raise anything, and the rest must end too
+                failure = failure or later
+        if failure is not None and error is None:
+            raise failure
+        if failure is not None:
+            log.warning("ending the run failed too: %s: %s", type(failure).__name__, one_line(failure))
 
     @contextmanager
     def running(self, resume: str | Path) -> Iterator[Session]:
         """Open the session, close it however the block ends, and turn a peer's death into a clear error."""
         failure: BaseException | None = None
         try:
-            self.open(resume)
-            yield self
+            with exits_refused(lambda: f"step {self.progress.step}, before the requested {self.length}"):
+                self.open(resume)
+                yield self
         except BaseException as error:
             failure = error
             fault = self.watchdog.diagnose() if isinstance(error, RuntimeError) and hasattr(self, "watchdog") else None
@@ -308,7 +335,7 @@ class Session:
         self.callbacks.on_fit_end(self.trainer)
         return Result(
             self.progress.step, dict(self.metrics), self.record.directory, self.record.best, self.record.last,
-            self.stopping or "finished",
+            self.stopping or "finished", self._first_step, tuple(self.record.changes),
         )  # fmt: skip
 
     # -- what is due --------------------------------------------------------------------------------------------
@@ -384,7 +411,7 @@ class Session:
             return
         self._ranked_at = self.progress.step
         sign = -1 if config.best_mode == "min" else 1
-        if config.keep_best and (self.best is None or sign * value > sign * self.best):
+        if config.keep_best and not math.isnan(value) and (self.best is None or sign * value > sign * self.best):
             self.best = value
             self._is_best = True
 
@@ -412,6 +439,7 @@ class Session:
         if self._saved_at != self.progress.step:
             self.strategy.synchronise_buffers()
             tree = state.collect(self)
+            guard.require_finite(self.group, self.progress.step, tree, self._odd, self.record.last)
             ranked = self._ranked_at == self.progress.step
             metric = self.metrics.get(self.config.best_metric) if ranked else None
             self.record.save(tree, self.progress.step, metric)

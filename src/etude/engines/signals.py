@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM ask politely once: finish the step, save, exit with 128 + signal. The second exits at once."""
+"""SIGINT, SIGTERM and SIGHUP ask politely once: finish the step, save, exit with 128 + signal. Twice exits at once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-HANDLED = (signal.SIGINT, signal.SIGTERM)
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
@@ -22,6 +23,8 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # nohup: the training is to outlive its terminal
                 self._previous[number] = signal.signal(number, self._note)
         return self
 
@@ -30,12 +33,15 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGHUP:
+            return  # a closing terminal says so twice: the kernel to its foreground, the shell to its jobs
         if self.received:
             os._exit(128 + number)
         self.received = number
         name = signal.Signals(number).name
         # os.write, not print: a handler may interrupt a print that holds the stream's lock.
-        os.write(
-            sys.__stderr__.fileno() if sys.__stderr__ else 2,
-            f"\netude: {name}: saving after this step; again to exit at once\n".encode(),
-        )
+        with suppress(OSError, ValueError):  # the terminal may be gone
+            os.write(
+                sys.__stderr__.fileno() if sys.__stderr__ else 2,
+                f"\netude: {name}: saving after this step; again to exit at once\n".encode(),
+            )

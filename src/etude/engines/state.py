@@ -34,6 +34,7 @@ def collect(session: Session) -> dict[str, Any]:
             "global_batch": session.place.global_batch,
             "precision": session.config.precision,
             "order_version": session.place.order_version,
+            "provenance": session.provenance,
         },
     }
     describe: Any = getattr(session.policy, "describe", None)

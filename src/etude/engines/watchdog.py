@@ -1,8 +1,9 @@
 """A watch over the ranks of a group: one that dies or hangs ends the group within seconds, by name and phase.
 
 Every rank runs a small thread that publishes (heartbeat, phase, step, progress) in the group's key-value store and
-reads those of the others. A heartbeat that stops means a dead process; a heartbeat whose progress stops means a rank
-that hangs, unless that rank is merely waiting for another in a collective.
+reads those of the others. A heartbeat that stops means a dead process on another host; on this one the process table
+tells, and a process that lives but is silent is busy inside C, where no thread of ours runs. Progress that stops means
+a rank that hangs, unless that rank is merely waiting for another in a collective.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from etude.errors import EtudeError, Interrupted, RankError
+from etude.errors import EtudeError, Interrupted, RankError, ShortRunError
 from etude.runs.durable import is_this_host
 
 INTERVAL_S = 0.5
@@ -86,6 +87,7 @@ class Watchdog:
             self._thread.join(timeout=10)
             # An error that every rank raises together (a NaN, a signal) is no fault of this rank towards the others.
             together = error_type is None or issubclass(error_type, EtudeError | Interrupted)
+            together &= error_type is None or not issubclass(error_type, ShortRunError)  # one rank's code may exit
             self._failed = not together
             if together:
                 self.pulse.enter("done")
@@ -141,7 +143,7 @@ class Watchdog:
         report = {
             "phase": pulse.phase, "step": pulse.step, "marks": pulse.marks, "pid": os.getpid(),
             "host": socket.gethostname(), "beat": time.time(), "longest": pulse.longest_step_s,
-            "failed": self._failed,
+            "failed": self._failed, "started": _started(os.getpid()),
         }  # fmt: skip
         self._store.set(self._key(self.rank), json.dumps(report))
 
@@ -165,7 +167,8 @@ class Watchdog:
             if beat != report["beat"]:
                 seen["beat", rank] = (report["beat"], now)
                 since = now
-            gone = not _may_live(report) or now - since > DEAD_AFTER_S
+            silent = not is_this_host(report["host"]) and now - since > DEAD_AFTER_S
+            gone = silent or not _may_live(report)
             # It may have said that it is done, and ended, after this report was read.
             if gone and self._read_one(rank)["phase"] != "done":
                 return f"rank {rank} died in phase '{report['phase']}' at step {report['step']}"
@@ -180,7 +183,10 @@ class Watchdog:
                 since = now
             # A rank in `sync` waits for others; blame whoever is not there.
             stuck_s = now - since
-            if report["phase"] not in ("sync", "done") and stuck_s > self._limit(report):
+            # One that does not even say so is no mere waiter: its thread is kept from running.
+            beat, heard = seen.get(("beat", rank), (None, now))
+            waits = report["phase"] == "sync" and (beat != report["beat"] or now - heard < DEAD_AFTER_S)
+            if not waits and report["phase"] != "done" and stuck_s > self._limit(report):
                 return f"rank {rank} hangs in phase '{report['phase']}' at step {report['step']} for {stuck_s:.0f} s"
         waits = [now - seen["mark", rank][1] for rank in reports if reports[rank]["phase"] == "sync"]
         if len(waits) == self.world and min(waits) > max(self._limit(report) for report in reports.values()):
@@ -200,15 +206,14 @@ class Watchdog:
 
 
 def _may_live(report: dict[str, Any]) -> bool:
-    return not is_this_host(report["host"]) or _is_alive(report["pid"])
+    return not is_this_host(report["host"]) or _is_alive(report["pid"], report.get("started"))
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between the two calls
-        pass
+def _is_alive(pid: int, started: str | None = None) -> bool:
+    """Tell whether a process lives; `started` tells it from a later one that got the same id."""
+    fields = _stat(pid)
+    if fields is not None:
+        return fields[0] != "Z" and started in (None, fields[19])
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -216,3 +221,18 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return not os.path.isdir("/proc/self")  # with a /proc, no entry means no process
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process began, in ticks since the machine did, if this system tells."""
+    fields = _stat(pid)
+    return None if fields is None else fields[19]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return /proc's fields of a process from its state on."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between the two calls
+        return None

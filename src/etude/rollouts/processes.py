@@ -66,6 +66,7 @@ def _receive(pipe: Connection, children: dict[Connection, Any]) -> Iterator[Any]
 def _serve(work: Work[T], share: Sequence[T], pipe: Connection) -> None:
     # Ctrl-C reaches the whole group: the parent decides what it means, and ends its children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

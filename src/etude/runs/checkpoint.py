@@ -288,9 +288,7 @@ class CheckpointStore:
         newest = 0
         for other, path in self._entries():
             if other > step:
-                # The run went back (a damaged or an older checkpoint was resumed): this is another history's future.
-                self._warn(f"removed {path}: the run went back before it and has now saved step {step}")
-                durable.discard(path)
+                self._set_aside(path, step)
                 continue
             try:
                 read_manifest(path)
@@ -304,6 +302,26 @@ class CheckpointStore:
             if newest > self._keep_last and path not in keep:
                 durable.discard(path)
         self._link()
+
+    def _set_aside(self, path: Path, step: int) -> None:
+        """Rename the future of another history: the run went back (a damaged or an older checkpoint was resumed).
+
+        What is good in it is somebody's result, and stays under a name that nothing loads by itself.
+        """
+        try:
+            verify(path)
+        except DamagedCheckpointError as error:
+            self._warn(f"removed a checkpoint that cannot be loaded: {error}")
+            durable.discard(path)
+            return
+        except CheckpointError:
+            pass  # Written by a newer Etude: not ours to judge.
+        target, revision = path.with_name(f"old-{path.name}"), 0
+        while os.path.lexists(target):
+            revision += 1
+            target = path.with_name(f"old-{path.name}-{revision}")
+        os.rename(path, target)
+        self._warn(f"the run went back before {path} and has now saved step {step}: the other is kept as {target.name}")
 
     # Looking around.
 

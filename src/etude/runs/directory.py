@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count
@@ -137,20 +137,26 @@ class Run:
         self._write("status.json", json.dumps(_finite(status), indent=2, default=str) + "\n")
 
     def status(self) -> dict[str, Any]:
-        """Return what `set_status` recorded; empty if nothing readable was."""
+        """Return what `set_status` recorded; empty if nothing readable was, and without values that make no sense."""
+        status = self._read_status()
+        return {} if status is None else sound_status(status)
+
+    def _read_status(self) -> dict[str, Any] | None:
         try:
             status = json.loads((self.dir / "status.json").read_bytes())
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            return {}
-        return status if isinstance(status, dict) else {}
+        except (OSError, ValueError, RecursionError):
+            return None
+        return status if isinstance(status, dict) else None
 
     def state(self) -> str:
-        """Return the state, where a run whose process is gone without a word is "killed"."""
-        status = self.status()
+        """Return the state: "killed" if its process is gone without a word, "unreadable" if status.json is."""
+        status = self._read_status()
+        if status is None:
+            return "unreadable" if os.path.lexists(self.dir / "status.json") else "unknown"
+        status = sound_status(status)
         state = str(status.get("state", "unknown"))
-        pid = status.get("pid")
-        if state == "running" and isinstance(pid, int) and is_this_host(str(status.get("host"))):
-            return state if process_alive(pid) else "killed"
+        if state == "running" and "pid" in status and is_this_host(status.get("host", "")):
+            return state if process_alive(status["pid"]) else "killed"
         return state
 
     def _write(self, name: str, text: str) -> None:
@@ -187,8 +193,37 @@ def list_runs(root: Path | str = "runs") -> list[RunSummary]:
         entries = [Path(root) / name for name in os.listdir(root)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [_summarize(Run(path)) for path in entries if (path / "status.json").is_file()]
+    found = [_summarize(Run(path)) for path in entries if os.path.lexists(path / "status.json")]
     return sorted(found, key=lambda run: (run.started or 0.0, run.name), reverse=True)
+
+
+def sound_status(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a status without the values that cannot be meant: it may have been written by hand, or by any program."""
+    return {name: value for name, value in status.items() if _SOUND.get(name, _anything)(value)}
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 53
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e11  # the year 5138; a datetime ends at 9999
+
+
+_SOUND: Mapping[str, Callable[[Any], bool]] = {
+    "state": _is_text, "host": _is_text, "error": _is_text, "stopped": _is_text,
+    "pid": lambda value: _is_count(value) and value > 0, "step": _is_count, "parameters": _is_count,
+    "trainable_parameters": _is_count, "started": _is_time, "updated": _is_time, "duration_s": _is_time,
+    "warnings": lambda value: isinstance(value, list),
+}  # fmt: skip
 
 
 def resolve_run(
@@ -219,10 +254,17 @@ def _summarize(run: Run) -> RunSummary:
     latest = last_metrics(run.metrics_path)
     step = status.get("step", latest.pop("step", None))
     latest.pop("step", None)
+    numbers = {name: value for name, value in latest.items() if isinstance(value, int | float)}
     duration_s = float(status.get("duration_s", 0.0))
     if state == "running":
         duration_s += max(0.0, time.time() - float(status.get("updated", time.time())))
-    return RunSummary(run.name, run.dir, state, step, latest, status.get("started"), duration_s)
+    return RunSummary(run.name, run.dir, state, step, numbers, status.get("started"), duration_s)
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as config.yaml holds it."""
+    plain: dict[str, Any] = _plain(config, "")
+    return plain
 
 
 def _plain(value: Any, path: str) -> Any:

@@ -100,7 +100,7 @@ def last_metrics(path: Path | str, *, tail_bytes: int = 1 << 16) -> dict[str, An
             size_bytes = file.seek(0, os.SEEK_END)
             file.seek(max(0, size_bytes - tail_bytes))
             content = file.read()
-    except FileNotFoundError:
+    except OSError:
         return {}
     latest: dict[str, Any] = {}
     for _, row in _rows(content):
@@ -115,6 +115,8 @@ def _to_json(value: Any) -> int | float | str:
 
 
 def _from_json(value: Any) -> Any:
+    if isinstance(value, int) and abs(value) >= 1 << 1000:  # more than a float can hold
+        return math.inf if value > 0 else -math.inf
     return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
 
 
@@ -122,9 +124,9 @@ def _rows(content: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for line in content.split(b"\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and 0 <= row["step"] < 1 << 53:
             yield line, {name: _from_json(value) for name, value in row.items()}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from etude.errors import EtudeError
 from etude.runs import charts
 from etude.runs.charts import Series, draw_chart, format_number
-from etude.runs.directory import Run
+from etude.runs.directory import Run, sound_status
 from etude.runs.manifest import read_manifest
 from etude.runs.metrics import read_metrics
 from etude.runs.progress import format_duration
@@ -87,7 +87,9 @@ def read_facts(run_dir: Path) -> Facts:
     config_text = _read_text(run_dir / "config.yaml")
     _register_secrets_named_in(config_text)
     config = _parse_yaml(config_text, warnings)
-    status = _read_json(run_dir / "status.json", warnings)
+    raw = _read_json(run_dir / "status.json", warnings)
+    # Other programs may write the time as text.
+    status = sound_status(raw) | {name: raw[name] for name in ("started", "updated") if isinstance(raw.get(name), str)}
     rows = read_metrics(run_dir / "metrics.jsonl")
     series = _collect_series(rows)
     for name, line in series.items():
@@ -354,10 +356,13 @@ def _read_text(path: Path) -> str:
 def _read_json(path: Path, warnings: list[str]) -> dict[str, Any]:
     try:
         value = json.loads(_read_text(path) or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         warnings.append(f"{path.name} cannot be read: {error}")
         return {}
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        warnings.append(f"{path.name} holds something else than names and values")
+        return {}
+    return value
 
 
 def _parse_yaml(text: str, warnings: list[str]) -> dict[str, Any]:

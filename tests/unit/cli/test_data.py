@@ -15,8 +15,9 @@ pytest.importorskip("pyarrow")
 from etude.cli.datasets import parse_episodes
 from etude.cli.main import app
 from etude.data import LeRobotDataset
+from etude.data.lerobot import LeRobotWriter
 from etude.errors import ConfigError, DataError
-from tests.unit.data.lerobot.recordings import record
+from tests.unit.data.lerobot.recordings import FEATURES, make_frame, record
 from tests.unit.data.test_convert import write_zarr
 
 run = CliRunner()
@@ -45,6 +46,21 @@ def test_inspect_prints_features_and_tasks(tmp_path: Path) -> None:
     facts = json.loads(said("inspect", "d", "--json"))
     assert (facts["episodes"], facts["frames"], facts["fps"]) == (3, 18, 10)
     assert facts["tasks"][1] == {"index": 1, "task": "lift the block", "episodes": 1}
+
+
+def test_names_in_a_dataset_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
+    features = {"observation.\x1b[31mred": {"dtype": "float32", "shape": (2,)}, **FEATURES}
+    writer = LeRobotWriter(tmp_path / "d", features, 10)
+    for frame in range(3):
+        writer.add_frame(make_frame(0, frame, features))
+    writer.save_episode("clear\x1b[2J the\x07 table")
+    writer.finalize()
+    for command in (["inspect", "d"], ["stats", "d"], ["inspect", "d", "--json"]):
+        text = said(*command)
+        assert "\x1b" not in text
+        assert "\x07" not in text
+    assert r"clear\x1b[2J the\x07 table" in said("inspect", "d")
+    assert r"observation.\x1b[31mred" in said("inspect", "d")
 
 
 def test_inspect_finds_faults(tmp_path: Path) -> None:

@@ -59,14 +59,56 @@ def test_an_empty_folder_has_no_runs_and_a_missing_one_is_a_mistake(folder: Path
     assert "no such folder" in str(missing.exception)
 
 
-def test_a_foreign_status_file_does_not_break_the_list(folder: Path) -> None:
+HUGE = "9" * 400
+ODD = {
+    "null": "null", "list": "[1, 2]", "text": '"finished"', "binary": b"\x00\xff\xfe", "empty": "",
+    "deep": "[" * 100_000,
+    "types": '{"state": 7, "step": "ten", "started": [], "updated": {}, "duration_s": "long", "pid": -1, "host": 3}',
+    "numbers": f'{{"state": "running", "step": {HUGE}, "started": {HUGE}, "duration_s": 1e999, "pid": {HUGE}}}',
+    "not a number": '{"state": "finished", "started": NaN, "updated": -Infinity, "duration_s": NaN, "step": 1.5}',
+    "escapes": '{"state": "\\u001b[31mred", "error": "\\u001b]0;title\\u0007"}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", ODD.values(), ids=ODD)
+def test_an_odd_status_file_is_marked_and_breaks_neither_the_list_nor_its_report(
+    folder: Path, content: str | bytes
+) -> None:
     make_run("good")
     odd = folder / "runs" / "odd"
     odd.mkdir()
-    (odd / "status.json").write_text('{"state": 7}')
-    result = runner.invoke(app, ["runs"])
-    assert result.exit_code == 0, result.exception
-    assert "odd" in result.stdout
+    (odd / "status.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    (odd / "metrics.jsonl").write_text(f'{{"step": 1, "train/loss": {HUGE}, "eval/loss": [], "eval/x": "inf"}}\n')
+    for command in (["runs"], ["runs", "--json"], ["report", "odd"]):
+        result = runner.invoke(app, command)
+        assert result.exit_code == 0, (command, result.exception)
+        assert "\x1b" not in result.stdout
+    listed = runner.invoke(app, ["runs"]).stdout.splitlines()
+    assert len(listed) == 3
+    assert any(line.startswith("good  finished") for line in listed)
+    (marked,) = (line for line in listed if line.startswith("odd"))
+    assert marked.split()[1] in ("unreadable", "unknown", "running", "finished", "\\x1b[31mred")
+
+
+def test_a_status_that_cannot_be_read_is_marked(folder: Path) -> None:
+    make_run("good")
+    (folder / "runs" / "odd" / "status.json").mkdir(parents=True)
+    (folder / "runs" / "lost").mkdir()
+    (folder / "runs" / "lost" / "status.json").symlink_to("nowhere")
+    (folder / "runs" / "lost" / "metrics.jsonl").mkdir()
+    listed = runner.invoke(app, ["runs"]).stdout
+    assert sum("unreadable" in line for line in listed.splitlines()) == 2
+
+
+def test_names_cannot_speak_to_the_terminal(folder: Path) -> None:
+    run = make_run("evil\x1b[2J\x07\u202e")
+    with run.metrics() as metrics:
+        metrics.write(11, {"eval/\x1b[31mred": 1.0})
+    for command in (["runs"], ["report", run.name]):
+        result = runner.invoke(app, command)
+        assert result.exit_code == 0, result.exception
+        assert "\x1b" not in result.stdout
+        assert r"evil\x1b[2J\x07\u202e" in result.stdout
 
 
 def test_a_report_is_written_by_name_or_path(folder: Path) -> None:

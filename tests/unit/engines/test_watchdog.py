@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -9,8 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
+from etude.engines import watchdog as module
 from etude.engines.distributed import Group
 from etude.engines.watchdog import Pulse, Watchdog, _is_alive
+from etude.errors import RankError
 from tests.processes import run_ranks
 
 
@@ -83,3 +86,49 @@ def test_a_second_run_of_the_same_processes_does_not_read_the_first() -> None:
     began = time.monotonic()
     assert run_ranks(work, 2) == [0, 0]
     assert time.monotonic() - began < 20, "no rank waited in vain for another to say goodbye"
+
+
+def hold_the_interpreter(seconds: float) -> Callable[[Watchdog], None]:
+    """Return work that is busy inside C, where no other thread of the process can run."""
+
+    def work(watchdog: Watchdog) -> None:
+        watchdog.pulse.enter("loss")
+        time.sleep(0.2)
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+    return work
+
+
+@pytest.mark.parametrize("busy_rank", [0, 1])
+def test_a_rank_that_is_busy_inside_c_is_not_dead(busy_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DEAD_AFTER_S", 0.4)
+    monkeypatch.setattr(module, "INTERVAL_S", 0.05)
+    work = [linger, linger]
+    work[busy_rank] = hold_the_interpreter(1.5)
+    assert ranks(work) == [0, 0]
+
+
+def test_a_rank_that_is_busy_inside_c_beyond_the_limit_hangs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "INTERVAL_S", 0.05)
+
+    def work() -> None:
+        group = Group.join("cpu")
+        with Watchdog(group.rank, group.world, Pulse(longest_step_s=0.1), 0.5) as watchdog:
+            group.barrier()
+            watchdog.pulse.enter("sync")
+            if group.rank == 1:
+                hold_the_interpreter(20)(watchdog)
+            time.sleep(20)
+
+    codes = run_ranks(work, 2, timeout_s=5)  # the busy one cannot end itself before it is back
+    assert codes == [RankError.exit_code, -signal.SIGKILL]
+    assert "rank 1 hangs in phase 'loss'" in capfd.readouterr().err
+
+
+def test_a_process_that_got_the_id_of_a_dead_one_is_another() -> None:
+    started = module._started(os.getpid())
+    assert started is not None
+    assert _is_alive(os.getpid(), started)
+    assert not _is_alive(os.getpid(), str(int(started) - 1))

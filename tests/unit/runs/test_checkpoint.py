@@ -209,7 +209,7 @@ def test_a_revision_left_by_a_crash_is_used_and_then_tidied(tmp_path: Path) -> N
     assert sorted(os.listdir(tmp_path)) == ["last", "step-00000005"]
 
 
-def test_when_the_run_goes_back_the_other_future_is_removed_and_named(tmp_path: Path) -> None:
+def test_when_the_run_goes_back_the_other_future_is_set_aside_and_named(tmp_path: Path) -> None:
     warnings: list[str] = []
     store = CheckpointStore(tmp_path, keep_last=1, on_warning=warnings.append)
     store.save(state(10), step=10, metric=0.1, wait=True)
@@ -218,6 +218,18 @@ def test_when_the_run_goes_back_the_other_future_is_removed_and_named(tmp_path: 
     assert store.steps() == [10, 15]
     assert any("step-00000020" in warning and "went back" in warning for warning in warnings)
     assert store.load().step == 15
+    assert value_of(read_checkpoint(tmp_path / "old-step-00000020").tree) == 20
+    for step in (20, 15):  # a second time, beside the first
+        store.save(state(step), step=step, wait=True)
+    assert (tmp_path / "old-step-00000020-1").is_dir()
+
+
+def test_when_the_run_goes_back_because_of_damage_the_damaged_one_is_removed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, on_warning=lambda _: None)
+    store.save(state(20), step=20, wait=True)
+    (tmp_path / "step-00000020" / "state.json").write_text("{}")
+    store.save(state(15), step=15, wait=True)
+    assert sorted(os.listdir(tmp_path)) == ["last", "step-00000015"]
 
 
 def test_old_checkpoints_go_only_after_the_new_one_was_verified(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from etude.data.convert.harmless import check_hdf5
 from etude.data.convert.recording import Array, Recording, as_pixels, describe, faults, is_pictures
 from etude.errors import DataError, MissingExtraError
 
@@ -26,12 +27,23 @@ def _h5py() -> Any:
     return h5py
 
 
+def open_checked(path: Path) -> Any:
+    """Open an HDF5 file that has nothing in it but numbers of its own."""
+    file = _h5py().File(path, "r")
+    try:
+        check_hdf5(file, path)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
 def detect(path: Path) -> str | None:
     """Return 'aloha' or 'robomimic' if the path holds that layout."""
     files = hdf5_files(path)
     if not files:
         return None
-    with faults(files[0], "HDF5"), _h5py().File(files[0], "r") as file:
+    with faults(files[0], "HDF5"), open_checked(files[0]) as file:
         if "data" in file and any(name.startswith("demo") for name in file["data"]):
             return "robomimic"
         return "aloha" if "action" in file and "observations" in file else None
@@ -59,7 +71,7 @@ def open_aloha(path: Path) -> Recording:
         raise DataError(f"{path}: there are no .hdf5 files")
 
     def read(number: int) -> Mapping[str, Any]:
-        with faults(files[number], "an ALOHA episode"), _h5py().File(files[number], "r") as file:
+        with faults(files[number], "an ALOHA episode"), open_checked(files[number]) as file:
             return _aloha_arrays(file, str(files[number]))
 
     return Recording(describe(read(0)), len(files), read, ALOHA_FPS, path.stem.replace("_", " "))
@@ -104,7 +116,7 @@ def open_robomimic(path: Path) -> Recording:
     if len(files) != 1:
         raise DataError(f"{path}: robomimic keeps all demonstrations in one file, found {len(files)}")
     with faults(files[0], "a robomimic dataset"):
-        file = _h5py().File(files[0], "r")
+        file = open_checked(files[0])
     try:
         with faults(files[0], "a robomimic dataset"):
             names = sorted((name for name in file["data"] if name.startswith("demo")), key=lambda n: _natural(Path(n)))

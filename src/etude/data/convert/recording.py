@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +71,6 @@ def faults(path: Path, what: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (OSError, KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+    except (OSError, BadZipFile, KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         text = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(f"{path}: cannot be read as {what} ({text[0][:200]})") from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from etude.data.convert.harmless import check_zarr
 from etude.data.convert.recording import Array, Recording, as_pixels, describe, faults, is_pictures
 from etude.errors import DataError, MissingExtraError
 
@@ -35,6 +36,7 @@ def open_zarr(path: Path) -> Recording:
     """Open `data/{state,action,img,keypoint,...}` cut into episodes by `meta/episode_ends`."""
     zarr = _zarr()
     with faults(path, "Zarr"):
+        check_zarr(path)
         store: Any = zarr.storage.ZipStore(path, mode="r") if path.is_file() else path
         group = zarr.open_group(store, mode="r")
         ends = np.asarray(group["meta/episode_ends"])

@@ -87,6 +87,11 @@ class LeRobotDataset:
     # -- shape --------------------------------------------------------------------------------------------------
 
     @property
+    def fingerprint(self) -> str:
+        """What tells this data from other data: the hashes of its files, and which episodes are served."""
+        return f"{self.source.fingerprint} {self.episodes}"
+
+    @property
     def num_episodes(self) -> int:
         """How many episodes are served."""
         return len(self.episodes)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -18,13 +18,15 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from etude.engines import guard
 from etude.engines.distributed import Group
 from etude.engines.huggingface import folder
 from etude.engines.optimizers import _is_plain, lay_out_state
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, DirectoryInUseError
 from etude.protocols import ORDER_VERSION
 from etude.runs import durable
 from etude.runs.checkpoint import Checkpoint
+from etude.runs.lock import DirectoryLock
 from etude.runs.manifest import MANIFEST_NAME
 from etude.runs.tensor_file import read_tensor_file
 
@@ -40,6 +42,9 @@ class SafeCheckpoints(transformers.Trainer):
     """A `transformers.Trainer` whose `checkpoint-N` folders survive crashes and tell when they are damaged."""
 
     _resumed: Checkpoint | None = None
+    """What training goes on from, verified; read once."""
+    _saved_at = -1
+    _odd: frozenset[str] = frozenset()
 
     @property
     def _order_version(self) -> int:
@@ -48,9 +53,6 @@ class SafeCheckpoints(transformers.Trainer):
             return ORDER_VERSION
         version: int = self._resumed.tree.get("order", {"version": 1})["version"]
         return version
-
-    """What training goes on from, verified; read once."""
-    _saved_at = -1
 
     @property
     def group(self) -> Group:
@@ -75,6 +77,7 @@ class SafeCheckpoints(transformers.Trainer):
         directory, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
         final = directory / f"checkpoint-{step}"
         tree = {} if self.args.save_only_model else self._collect()
+        self.require_finite(tree)
         temp = Path(self.group.gather(str(directory / durable.temp_name(final.name)))[0])
         fault = None
         try:
@@ -158,6 +161,27 @@ class SafeCheckpoints(transformers.Trainer):
             tree["scaler"] = scaler.state_dict()
         return tree
 
+    def require_finite(self, tree: Mapping[str, Any]) -> None:
+        """Refuse weights, statistics and optimizer state that an update has broken; every rank must call."""
+        state = {"policy": self.module.state_dict(), "optimizer": tree.get("optimizer", {})}
+        last = next((path for _, path in folder.entries(self.output_dir)), None) if self.group.is_main else None
+        guard.require_finite(self.group, self.state.global_step, state, self._odd, last)
+
+    @contextmanager
+    def directory_locked(self) -> Iterator[None]:
+        """Keep other trainings out of the output directory; every rank must call."""
+        fault = None
+        with ExitStack() as stack:
+            if self.group.is_main:
+                try:
+                    stack.enter_context(DirectoryLock(self.output_dir, log.warning))
+                except DirectoryInUseError as error:
+                    fault = str(error)
+            fault = self.group.gather(fault)[0]
+            if fault is not None:
+                raise DirectoryInUseError(fault)
+            yield
+
     # -- resuming -----------------------------------------------------------------------------------------------
 
     def choose_checkpoint(self, resume: str | bool | None) -> str | None:
@@ -166,6 +190,7 @@ class SafeCheckpoints(transformers.Trainer):
         Rank 0 looks and verifies; the others take its word for which, and verify what they read.
         """
         self._resumed = None
+        self._odd = guard.odd_from_the_start(self.module)
         found: list[Any] = [None, None]
         if self.group.is_main:
             durable.remove_leftovers(self.output_dir)

@@ -31,7 +31,7 @@ from etude.engines.huggingface.losses import (
 from etude.engines.huggingface.steps import ExactSteps
 from etude.engines.session import choose_windows
 from etude.engines.signals import StopSignals
-from etude.errors import ConfigError, DataError, EtudeError, Interrupted, ShortRunError
+from etude.errors import ConfigError, DataError, EtudeError, Interrupted, ShortRunError, exits_refused
 from etude.low_precision import require_low_precision, require_low_precision_of
 from etude.rng import STREAM_EVALUATE, STREAM_INIT, fold, seed_everything
 
@@ -266,13 +266,14 @@ class BaseTrainer(ExactSteps):
     ) -> TrainOutput:
         """Train to the requested length; True goes on from the newest checkpoint that is whole.
 
-        SIGINT and SIGTERM save after the step under way and exit with 130 and 143.
+        SIGINT, SIGTERM and SIGHUP save after the step under way and exit with 130, 143 and 129.
         """
-        with StopSignals() as signals:
+        with StopSignals() as signals, self.directory_locked(), exits_refused(self._reached):
             self._start(signals)
             checkpoint = self.choose_checkpoint(resume_from_checkpoint)
             try:
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
+                self.require_finite({})
             except (EtudeError, Interrupted):
                 # Reporters close their files here; what was logged so far is what explains the stop.
                 self.callback_handler.on_train_end(self.args, self.state, self.control)
@@ -284,6 +285,9 @@ class BaseTrainer(ExactSteps):
                 f"training ended at step {self.state.global_step}, before the requested {self.state.max_steps} steps"
             )
         return output
+
+    def _reached(self) -> str:
+        return f"step {self.state.global_step}, before the requested {self.state.max_steps} steps"
 
 
 class _OnBegin(TrainerCallback):

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from etude.engines import guard
 from etude.engines.distributed import Group
 from etude.engines.lightning.checkpoint import SAVED
+from etude.engines.lightning.codec import encode
 from etude.engines.sharding import local_tensor
 from etude.low_precision import require_low_precision
 from etude.policies.base import specs_of
@@ -47,6 +48,7 @@ class ExactSteps(lightning.Callback):
         self._nominal = 1.0
         self._partial: dict[str, Any] | None = None
         self._names: dict[Any, str] = {}
+        self._odd: frozenset[str] = frozenset()
         self._clips = False
         """Whether gradients are looked at when they are clipped, which needs their norm anyway."""
         self.takes_part = False
@@ -72,7 +74,13 @@ class ExactSteps(lightning.Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin with nothing accumulated."""
         self._weights, self._losses, self._window, self._stepped = [], [], [], False
+        self._odd = guard.odd_from_the_start(pl_module)
         self._clips = self.takes_part and self._guard_clipping(trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse to end with weights that the last update has broken."""
+        if self.takes_part:
+            self._require_finite(trainer, {"state_dict": pl_module.state_dict()})
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take up gradients that were saved in the middle of an accumulation."""
@@ -226,6 +234,7 @@ class ExactSteps(lightning.Callback):
         """Save the seed, and gradients if the checkpoint falls into the middle of an accumulation."""
         if not self.takes_part:
             return
+        self._require_finite(trainer, checkpoint)
         saved: dict[str, Any] = {"seed": trainer.root_seed, "world": trainer.world_size, "specs": specs_of(pl_module)}
         if pl_module.automatic_optimization and self._window and not self._stepped:
             if trainer.world_size > 1:
@@ -236,6 +245,11 @@ class ExactSteps(lightning.Callback):
                 "window": [list(place) for place in self._window],
             }
         checkpoint[SAVED] = saved
+
+    def _require_finite(self, trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+        tree = {"policy": checkpoint["state_dict"], "optimizer": encode(checkpoint.get("optimizer_states", []))}
+        last = getattr(trainer.checkpoint_callback, "best_model_path", None)
+        guard.require_finite(self._group(trainer), trainer.global_step, tree, self._odd, last)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take up the seed unless another was asked for, and say what cannot be exact."""

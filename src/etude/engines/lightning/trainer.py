@@ -29,7 +29,7 @@ from etude.engines.lightning.loaders import Addressed, address
 from etude.engines.lightning.module import LightningPolicy
 from etude.engines.optimizers import torch_optimizers
 from etude.engines.signals import StopSignals
-from etude.errors import ConfigError, DataError, Interrupted
+from etude.errors import ConfigError, DataError, Interrupted, exits_refused
 
 log = logging.getLogger("etude")
 
@@ -209,7 +209,7 @@ class Trainer(lightning.Trainer):
         elif lacks and not is_overridden("val_dataloader", datamodule):
             datamodule.val_dataloader = no_loaders
         try:
-            with self._stoppable():
+            with exits_refused(lambda: f"step {self.global_step}, before its time"), self._stoppable():
                 super().fit(module, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
         finally:
             if vars(datamodule or self).get("val_dataloader") is no_loaders:

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import TrainerState
 
 from etude.engines.huggingface import folder
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, DirectoryInUseError
+from etude.runs.lock import DirectoryLock
 from tests.processes import kill, reap, spawn, wait_for
 from tests.unit.engines.huggingface.parts import ACTPolicy, make, same, weights
 
@@ -214,3 +215,10 @@ def test_ten_of_ten_kills_while_saving_leave_a_usable_checkpoint(tmp_path: Path)
         expected = load_file(tmp_path / "whole" / f"checkpoint-{newest + 1}" / "model.safetensors")
         usable += same(weights(resumed), expected)
     assert usable == 10
+
+
+def test_a_second_training_in_the_output_directory_is_refused(tmp_path: Path) -> None:
+    with DirectoryLock(tmp_path), pytest.raises(DirectoryInUseError, match=f"process {os.getpid()} "):
+        trained(tmp_path)
+    assert not list(tmp_path.glob("checkpoint-*"))
+    trained(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 import transformers
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
 from etude.engines.huggingface import BaseTrainer
-from etude.errors import ConfigError, NonFiniteError
+from etude.errors import ConfigError, NonFiniteError, ShortRunError
 from tests.unit.engines.huggingface.parts import ACTPolicy, Noisy, Steady, arguments, make, same, weights
 
 BAD = 11
@@ -107,3 +109,27 @@ def test_a_loader_and_a_dataset_are_one_too_many(tmp_path: Path) -> None:
         Steady(model=ACTPolicy(), args=arguments(tmp_path), train_loader=loader, train_dataset=Noisy())
     with pytest.raises(ConfigError, match="nothing to train on"):
         Steady(model=ACTPolicy(), args=arguments(tmp_path)).train()
+
+
+def test_weights_that_an_update_has_broken_are_not_saved(tmp_path: Path) -> None:
+    class Breaking(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.global_step == 3:
+                next(model.parameters()).data.fill_(float("nan"))
+
+    trainer = make(tmp_path, max_steps=6, save_strategy="steps", save_steps=1)
+    trainer.add_callback(Breaking())
+    with pytest.raises(NonFiniteError, match=r"step 3: weights or buffers not finite in .* the last good checkpoint"):
+        trainer.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_callback_that_exits_is_a_short_run(tmp_path: Path) -> None:
+    class Leaving(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            sys.exit(0)
+
+    trainer = make(tmp_path, max_steps=3)
+    trainer.add_callback(Leaving())
+    with pytest.raises(ShortRunError, match=r"ended at step 1, before the requested 3 steps: .* sys.exit\(0\)"):
+        trainer.train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from etude import Loss
-from etude.errors import NonFiniteError
-from tests.unit.engines.lightning.parts import Module, Net, TokenMean, Tokens, loader, make, same, weights
+from etude.errors import NonFiniteError, ShortRunError
+from tests.unit.engines.lightning.parts import Module, Net, TokenMean, Tokens, loader, make, same, saved, weights
 
 
 class TokenModule(lightning.LightningModule):
@@ -185,3 +186,26 @@ def test_a_loss_of_weight_zero_changes_nothing(tmp_path: Path) -> None:
     make(tmp_path, max_steps=1, max_epochs=-1, optimizer={"type": "sgd", "lr": 1.0}).fit(policy, loader())
     assert same(start, weights(policy))
     assert math.isfinite(sum(float(value.sum()) for value in policy.state_dict().values()))
+
+
+class At(lightning.Callback):
+    """Do something with the module after its second step."""
+
+    def __init__(self, act: Any) -> None:
+        self.act = act
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.act(pl_module)
+
+
+def test_weights_that_an_update_has_broken_are_not_saved(tmp_path: Path) -> None:
+    broken = At(lambda module: next(module.parameters()).data.fill_(math.inf))
+    with pytest.raises(NonFiniteError, match=r"step 2: weights or buffers not finite in .* the last good checkpoint"):
+        make(tmp_path, {"every_n_train_steps": 1}, max_epochs=1, callbacks=[broken]).fit(Net(), loader())
+    assert len(saved(tmp_path)) == 1
+
+
+def test_a_callback_that_exits_is_a_short_run(tmp_path: Path) -> None:
+    with pytest.raises(ShortRunError, match=r"ended at step 2, before its time: the code called sys.exit\(0\)"):
+        make(tmp_path, max_epochs=1, callbacks=[At(lambda _: sys.exit(0))]).fit(Net(), loader())
