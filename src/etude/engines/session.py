@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from etude.callbacks import Callback, CallbackGroup, EarlyStop, ShowProgress
 from etude.data.evaluation import evaluation_batches
@@ -27,6 +27,7 @@ from etude.engines.manual import ManualStepper
 from etude.engines.optimizers import Optimization, freeze
 from etude.engines.precision import Precision
 from etude.engines.record import Record
+from etude.engines.sharding import local_tensor
 from etude.engines.signals import StopSignals
 from etude.engines.step import Meter, Stepper, make_loss_function
 from etude.engines.strategy import Alone, count_parameters
@@ -255,6 +256,23 @@ class Session:
         found = self.group.gather(value)
         self.pulse.enter(phase)
         return found
+
+    def written_tensors(self) -> list[Tensor]:
+        """Return what training writes to: weights, their averages, and what optimizers remember."""
+        states = [o.optimizer.state for o in self.optimizations.values()]
+        found: list[Any] = [p for p in self.policy.parameters() if p.requires_grad]
+        found += [value for state in states for values in state.values() for value in values.values()]
+        found += self.ema.shadow.values() if self.ema is not None else []
+        return [local_tensor(value) for value in found if isinstance(value, Tensor)]
+
+    def heed_signals(self, patience_s: float = 2.0) -> None:
+        """Save and leave a step that nothing has come of yet, if it does not end by itself after a stop signal.
+
+        For whoever waits while a step is fetched. Ranks that train together go on to where they all see the signal.
+        """
+        signals = self.signals
+        if signals.received and self.group.world == 1 and time.monotonic() - signals.received_s > patience_s:
+            self._interrupt(signals.received)
 
     def _interrupt(self, signum: int) -> None:
         # Ranks may each have got a signal; the sum says only that one did.

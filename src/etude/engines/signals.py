@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = 0
+        self.received_s = 0.0
+        """When it came, by the monotonic clock."""
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -32,7 +35,7 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received:
             os._exit(128 + number)
-        self.received = number
+        self.received, self.received_s = number, time.monotonic()
         name = signal.Signals(number).name
         # os.write, not print: a handler may interrupt a print that holds the stream's lock.
         os.write(
