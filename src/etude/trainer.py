@@ -13,6 +13,7 @@ from etude.callbacks import Callback
 from etude.config.training import TrainingConfiguration
 from etude.data.coerce import as_data, held_out
 from etude.duration import Progress
+from etude.engines.adopted import adopt, early_optimizer, replacement
 from etude.engines.optimizers import Optimization, assign_parameters, build_optimizer
 from etude.engines.schedule import make_schedule
 from etude.engines.session import Session
@@ -37,6 +38,7 @@ class Trainer:
 
     harness: Harness | None = None
     """What makes the experience, for trainers with a sampler."""
+    _optimizer: Optimizer | None = None
 
     def __init__(
         self,
@@ -95,7 +97,6 @@ class Trainer:
         self.name, self.run_root, self.show_progress = name, run_root, show_progress
         self.session: Session
         self._run_config, self._loggers = run_config, loggers
-        self._optimizer: Optimizer | None = None
 
     def _harness_up(self, sampler: Any, algorithm: Any, policy: Any, data: Any) -> tuple[nn.Module, Data]:
         if policy is not None or data is not None:
@@ -127,6 +128,8 @@ class Trainer:
 
         An `Optimization` adds a schedule and a clip norm to a plain torch optimizer.
         """
+        if self._optimizer is not None:
+            return adopt(self, self._optimizer)
         configs = self.config.named_optimizers()
         steps = self.session.total_steps
         return {
@@ -193,13 +196,19 @@ class Trainer:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The one optimizer: the engine's while it trains, or one made from the configuration for a loop of yours."""
-        if hasattr(self, "session"):
+        """The one optimizer, before training and while it goes on: to change, to replace or to attach a scheduler to.
+
+        Kept as an attribute of the trainer, a scheduler of torch is stepped once a step, and saved.
+        """
+        if self._optimizer is None and hasattr(self, "session") and hasattr(self.session, "optimizations"):
             return next(iter(self.optimizers.values()))
         if self._optimizer is None:
-            config = next(iter(self.config.named_optimizers().values()))
-            self._optimizer = build_optimizer(config, [p for p in self.policy.parameters() if p.requires_grad])
+            self._optimizer = early_optimizer(self)
         return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        self._optimizer = replacement(self, optimizer)
 
     @property
     def loggers(self) -> Sequence[Logger]:
@@ -236,7 +245,13 @@ class Trainer:
                 f"got {type(given).__name__}"
             )
         plain = self.config.clip_norm
-        return {n: o if isinstance(o, Optimization) else Optimization(o, None, plain) for n, o in given.items()}
+        made = {n: o if isinstance(o, Optimization) else Optimization(o, None, plain) for n, o in given.items()}
+        if self._optimizer is not None and all(o.optimizer is not self._optimizer for o in made.values()):
+            raise ConfigError(
+                "trainer.optimizer was made or set before training, but configure_optimizers returns another; "
+                "return self.optimizer, or leave it alone"
+            )
+        return made
 
     def run_train_step(self, batch: Any) -> Any:
         """Call the trainer's own `train_step` with a prepared batch on the right device."""

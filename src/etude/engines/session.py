@@ -63,6 +63,7 @@ class Session:
         self.evaluated_s = 0.0
         """Seconds of this session that went into evaluating, which rates of training leave out."""
         self._exits = ExitStack()
+        self.is_open = False
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -70,6 +71,7 @@ class Session:
         """Build everything, take up the newest good checkpoint if there is one, and start the watch."""
         trainer, config, group = self.trainer, self.config, self.group
         trainer.session = self
+        self.is_open = True
         watchdog = Watchdog(group.rank, group.world, self.pulse, config.hang_timeout_s)
         self.watchdog = self._exits.enter_context(watchdog)
         self._exits.enter_context(self.signals)
@@ -165,6 +167,7 @@ class Session:
 
     def close(self, error: BaseException | None) -> None:
         """End the session; `error` says why, if it did not end well."""
+        self.is_open = False
         if error is not None and hasattr(self, "callbacks"):
             self.callbacks.on_exception(self.trainer, error)
         if hasattr(self, "record"):

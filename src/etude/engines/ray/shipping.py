@@ -63,7 +63,6 @@ def pack(trainer: Trainer, directory: Path | None, put: Put) -> Parcel:
     shipped = copy.copy(trainer)
     vars(shipped).pop("session", None)  # of an earlier fit in this process
     shipped.engine = "torch"
-    shipped._optimizer = None
     shipped.run_request = False if directory is None else Run(directory)
     shipped.run = None
     threads = os.environ.get("OMP_NUM_THREADS", "")
