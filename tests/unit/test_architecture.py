@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "errors",
         "lazy",
+        "logging",
         "duration",
         "rng",
         "protocols",

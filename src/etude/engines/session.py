@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ class Session:
         self.metrics: dict[str, float] = {}
         self.best: float | None = None
         self._evaluated_at = self._ranked_at = self._saved_at = -1
-        self._is_best = False
+        self._is_best = self._said_unranked = False
         self.evaluated_s = 0.0
         """Seconds of this session that went into evaluating, which rates of training leave out."""
         self._exits = ExitStack()
@@ -336,8 +336,19 @@ class Session:
         self._evaluated_at = self.progress.step
         wanted = self.config.best_metric
         elsewhere = any(wanted in callback.measures for callback in self.callbacks.callbacks)
-        if row and wanted not in row and not elsewhere and "best_metric" in self.config.model_fields_set:
-            raise ConfigError(f"training.best_metric: {wanted!r} is not evaluated; there are {', '.join(row)}")
+        if row and wanted not in row and not elsewhere:
+            if "best_metric" in self.config.model_fields_set:
+                raise ConfigError(f"training.best_metric: {wanted!r} is not evaluated; there are {', '.join(row)}")
+            self._say_unranked(row)
+
+    def _say_unranked(self, row: Mapping[str, float]) -> None:
+        if not self._said_unranked and self.group.is_main and self.config.keep_best:
+            log.warning(
+                "evaluate() returned %s, but checkpoints are ranked by %s: none is kept as the best; return that, or "
+                "set training.best_metric and training.best_mode",
+                ", ".join(row), self.config.best_metric,
+            )  # fmt: skip
+        self._said_unranked = True
 
     def measure(self, evaluate: Callable[[], Mapping[str, float]]) -> dict[str, float]:
         """Record what a function finds: with averaged weights if there are any, on a random stream of its own.
@@ -349,12 +360,11 @@ class Session:
         self.strategy.synchronise_buffers()
         seed_everything(fold(self.config.seed, STREAM_EVALUATE, self.group.rank))
         self.policy.eval()
-        with ExitStack() as stack:
-            if self.ema is not None:
-                stack.enter_context(self.ema.applied())
-            stack.enter_context(torch.no_grad())
-            found = evaluate()
+        with self.averaged_weights(), torch.no_grad():
+            found: Any = evaluate()
         self.set_train_mode()
+        if found is not None and not isinstance(found, Mapping):
+            raise ConfigError(f"evaluate must return a dictionary of numbers, got {type(found).__name__}")
         # Rank 0 speaks for all: what differs between ranks was summed inside.
         row: dict[str, float] = self.group.gather({_eval_name(k): float(v) for k, v in (found or {}).items()})[0]
         spent_s = time.perf_counter() - began
@@ -365,6 +375,10 @@ class Session:
             self._compare_with_best(row)
             self.callbacks.on_evaluate_end(self.trainer, self.progress.step, row)
         return row
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Return a context with the averaged weights in place of the trained ones, if there are any."""
+        return nullcontext() if self.ema is None else self.ema.applied()
 
     def _compare_with_best(self, row: Mapping[str, float]) -> None:
         config = self.config

@@ -55,6 +55,9 @@ def _sampled(node: Node) -> tuple[Any, Any]:
 class DPO(_TreeSolver):
     """Prefer the better of two probes of one context, relative to the baseline: -log sigmoid(beta h)."""
 
+    samples = "pairs"
+    no_samples = "all probes of each context earned the same, or said the same"
+
     def __init__(
         self,
         system: System,
@@ -139,6 +142,8 @@ class PPO(_TreeSolver):
 
     The return of every token of a probe is the turn's credit; its advantage is that less the value before the token.
     """
+
+    samples = "turns"
 
     def __init__(
         self,

@@ -20,6 +20,11 @@ log = logging.getLogger("etude")
 class Solver(ABC):
     """An algorithm on rollouts: flattens trees into samples, collates samples, makes a loss of a batch."""
 
+    samples: str = "samples"
+    """What a sample is called in metrics and messages."""
+    no_samples: str = "the algorithm made none of them"
+    """Why rollouts may come without any."""
+
     def __init__(self, system: Any) -> None:
         self.system = system
 
@@ -67,6 +72,9 @@ class Harness:
         """Rollouts of the last experience that failed."""
         self.graphs: list[Graph] = []
         """The rollouts of the last experience."""
+        self.samples = 0
+        """The samples that the algorithm made of them."""
+        self._has_warned = False
 
     def experience(
         self,
@@ -87,11 +95,24 @@ class Harness:
         seeds = [fold(seed, episode) >> 1 for episode in range(rank, self.num_episodes_per_experience, world)]
         self.graphs = self._collect(seeds)
         samples = [sample for graph in self.graphs for sample in self.algorithm.flatten(graph)]
+        self.samples = len(samples)
+        if not samples:
+            self._warn_once()
         if self.shuffle:
             order = np.random.Generator(np.random.Philox(fold(seed, rank, len(samples)))).permutation(len(samples))
             samples = [samples[index] for index in order]
         for first in range(0, len(samples), self.batch_size):
             yield collate(samples[first : first + self.batch_size])
+
+    def _warn_once(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            kind = getattr(self.algorithm, "samples", Solver.samples)
+            reason = getattr(self.algorithm, "no_samples", Solver.no_samples)
+            log.warning(
+                "%d rollouts gave no %s to learn from: %s; until there are some, no weight changes",
+                len(self.graphs), kind, reason,
+            )  # fmt: skip
 
     def _collect(self, seeds: Sequence[int]) -> list[Graph]:
         self.failures = 0
