@@ -30,6 +30,7 @@ def collect(session: Session) -> dict[str, Any]:
             "seed": session.config.seed,
             "global_batch": session.place.global_batch,
             "precision": session.config.precision,
+            "total_steps": session.total_steps,
         },
     }
     describe: Any = getattr(session.policy, "describe", None)
@@ -88,6 +89,13 @@ def _warn_changes(session: Session, saved: dict[str, Any]) -> None:
         "global_batch": session.place.global_batch,
         "precision": session.config.precision,
     }
+    was = saved.get("total_steps")
+    bent = any(one.schedule in ("linear", "cosine") for one in session.config.named_optimizers().values())
+    if bent and was is not None and was != session.total_steps and session.group.is_main:
+        log.warning(
+            "the learning rate was laid out over %s steps, and now is over %s: not as one run of that length would be",
+            was, session.total_steps,
+        )  # fmt: skip
     changed = [f"{key} {saved[key]} -> {value}" for key, value in now.items() if saved[key] != value]
     if changed and session.group.is_main:
         log.warning("resuming with %s: training goes on, but not bit for bit as it would have", ", ".join(changed))

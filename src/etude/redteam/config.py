@@ -31,6 +31,8 @@ class HFASTConfiguration(TrainingConfiguration):
     """Pairs or turns in one micro-batch."""
     num_episodes_per_experience: int = Field(default=2, ge=1)
     """Trees grown in each step."""
+    keep_last: int = Field(default=1, ge=1)
+    """Newest checkpoints to keep; one of SmolLM2 with its optimizer takes 1.6 GB."""
     best_metric: str = SCORE
     """The metric that ranks checkpoints: the mean score of what the target answers to the dev prompts."""
     best_mode: Any = "max"

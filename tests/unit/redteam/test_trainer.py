@@ -131,6 +131,25 @@ def test_the_best_that_is_the_last_is_on_disk_once(tmp_path: Path) -> None:
     assert kept[0].st_ino != kept[1].st_ino
 
 
+def test_large_checkpoints_are_announced_and_few_are_kept(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    config = HFASTConfiguration(training_steps=4, lr=1e-2, save_every=1)
+    make(tmp_path, config=config, run=tmp_path / "small", dev_prompts=None).train()
+    assert not caplog.records
+    monkeypatch.setattr("etude.engines.record.LARGE_BYTES", 1)
+    make(tmp_path, config=config, run=tmp_path / "large").train()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("each checkpoint takes 0.0 GB (policy 0.0, optimizer 0.0), and up to 2 are kept in ")
+    kept = [path for path in (tmp_path / "large" / "checkpoints").iterdir() if not path.is_symlink()]
+    assert len(kept) <= 2, "the last, and the best"
+
+
+def test_a_schedule_that_is_laid_out_anew_is_said(tmp_path: Path, caplog: Any) -> None:
+    for steps in (2, 3):
+        config = HFASTConfiguration(training_steps=steps, schedule="cosine")
+        make(tmp_path, config=config, run=tmp_path / "run", dev_prompts=None).train()
+    assert "laid out over 2 steps, and now is over 3" in caplog.text
+
+
 class Even(Share):
     """Thinks alike of everything."""
 
