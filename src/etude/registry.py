@@ -19,10 +19,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from etude import protocols
-from etude.errors import RegistryError
+from etude.errors import MissingExtraError, RegistryError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -219,6 +219,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+EXTRAS: Final = {
+    "accelerate": "hf", "gguf": "llm", "gymnasium": "sim", "h5py": "sim", "lightning": "lightning",
+    "metaworld": "sim", "mujoco": "sim", "peft": "llm", "pyarrow": "sim", "ray": "ray", "reasoning_gym": "llm",
+    "sklearn": "quickstart", "transformers": "hf", "zarr": "sim",
+}  # fmt: skip
+"""Which extra brings a module that a component may lack."""
+
+
 def _is_deferred(entry: Any) -> bool:
     # An entry point is known by its shape, so that importlib.metadata is imported only where it is read.
     return isinstance(entry, Lazy) or (hasattr(entry, "load") and hasattr(entry, "group") and hasattr(entry, "dist"))
@@ -231,7 +239,12 @@ def _resolve(entry: Any, what: str) -> Any:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
+    except MissingExtraError:
+        raise  # it says already what to install
     except (ImportError, AttributeError) as error:
+        missing = (getattr(error, "name", None) or "").split(".")[0]
+        if isinstance(error, ModuleNotFoundError) and missing in EXTRAS:
+            raise MissingExtraError(f"{what} needs {missing}: pip install 'etude[{EXTRAS[missing]}]'") from error
         raise RegistryError(f"{what} cannot be imported from {target}: {error}") from error
     return partial(found, *entry.args) if isinstance(entry, Lazy) and entry.args else found
 

@@ -17,7 +17,7 @@ from etude.engines.adopted import adopt, early_optimizer, replacement
 from etude.engines.optimizers import Optimization, assign_parameters, build_optimizer
 from etude.engines.schedule import make_schedule
 from etude.engines.session import Session
-from etude.errors import ConfigError
+from etude.errors import ConfigError, as_path
 from etude.protocols import Data, Engine, Logger, TrainStep
 from etude.runs.directory import Run
 from etude.types import Result
@@ -82,11 +82,12 @@ class Trainer:
         """
         if isinstance(policy, TrainingConfiguration):  # Trainer(config, sampler, algorithm)
             policy, data, config, sampler = None, None, policy, data if sampler is None else sampler
-        self.config = config or TrainingConfiguration()
+        self.config = TrainingConfiguration() if config is None else config
+        _check(self.config, run)
         if sampler is not None or environment is not None:
             policy, data = self._harness_up(environment if sampler is None else sampler, algorithm, policy, data)
         if not isinstance(policy, nn.Module):
-            raise ConfigError(f"policy must be a torch.nn.Module, got {type(policy).__name__}")
+            raise ConfigError(_explain_policy(policy, data))
         self.policy = policy
         self.data: Data = as_data(data)
         self.algorithm, self.engine = algorithm, engine
@@ -263,6 +264,21 @@ class Trainer:
     def describe(self) -> Mapping[str, Any]:
         """Return the configuration to store with the run."""
         return self._run_config or {"training": self.config.model_dump(mode="json")}
+
+
+def _check(config: Any, run: Any) -> None:
+    if not isinstance(config, TrainingConfiguration):
+        given = f"the class {config.__name__} itself" if isinstance(config, type) else type(config).__name__
+        raise ConfigError(f"config must be a TrainingConfiguration(...), got {given}")
+    if run is not None and run is not False and not isinstance(run, Run):
+        as_path(run, "run")
+
+
+def _explain_policy(policy: Any, data: Any) -> str:
+    given = type(policy).__name__
+    if callable(getattr(data, "rollout", None)):
+        return f"Trainer(config, sampler, algorithm): config must be a TrainingConfiguration(...), got {given}"
+    return f"policy must be a torch.nn.Module, got {given}"
 
 
 def wrap_train_step(kind: Callable[..., TrainStep], params: Mapping[str, Any]) -> type[Trainer]:

@@ -260,6 +260,10 @@ class Session:
         self.pulse.enter(phase)
         return found
 
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Let callbacks know how far a long step has come."""
+        self.callbacks.on_part(self.trainer, what, done, total)
+
     def written_tensors(self) -> list[Tensor]:
         """Return what training writes to: weights, their averages, and what optimizers remember."""
         states = [o.optimizer.state for o in self.optimizations.values()]

@@ -10,6 +10,7 @@ import torch
 
 from etude.errors import ConfigError
 from etude.policies.language.extras import import_llm
+from etude.policies.language.locate import locate_model
 from etude.policies.language.smollm2 import quiet_transformers
 from etude.redteam.scorers import TextScorer
 
@@ -39,9 +40,10 @@ class ClassifierScorer(TextScorer):
             device: Where it runs.
         """
         transformers = import_llm("transformers")
+        place = locate_model(path_or_id)
         with quiet_transformers():
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(str(path_or_id))
-            model = transformers.AutoModelForSequenceClassification.from_pretrained(str(path_or_id))
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+            model = transformers.AutoModelForSequenceClassification.from_pretrained(place)
         self.model = model.to(device).eval().requires_grad_(False)
         config = self.model.config
         names = {int(number): str(name) for number, name in config.id2label.items()}

@@ -12,7 +12,9 @@ from typing import Any
 from etude.callbacks import Callback
 from etude.config.training import TrainingConfiguration
 from etude.duration import Duration
+from etude.errors import ConfigError, as_path
 from etude.redteam.config import SCORE, HFASTConfiguration
+from etude.redteam.prompts import as_prompts
 from etude.rollouts.graph import Graph
 from etude.runs import durable
 from etude.trainer import Trainer
@@ -62,8 +64,10 @@ class HFASTTrainer(Trainer):
             options: Further arguments of `Trainer`, such as `run` and `loggers`.
         """
         sampler = environment if sampler is None else sampler
-        self.dev_prompts = list(dev_prompts or [])
-        self.ckpt_dir = None if ckpt_dir is None else Path(ckpt_dir)
+        if sampler is None:
+            raise ConfigError("HFASTTrainer needs a sampler (or environment), such as ASTSampler(system, prompts)")
+        self.dev_prompts = as_prompts([] if dev_prompts is None else dev_prompts, "dev_prompts")
+        self.ckpt_dir = None if ckpt_dir is None else as_path(ckpt_dir, "ckpt_dir")
         self.keep_steps, self.threshold = keep_steps, threshold
         self.best_score: float | None = None
         self._best_step = -1
@@ -200,8 +204,10 @@ def measure_turns(graph: Graph, threshold: float) -> dict[str, float]:
     return {**found, "score": sum(scores) / len(scores), "attack_success": float(max(scores) >= threshold)}
 
 
-def _adapted(config: TrainingConfiguration, eval_every: int | str | None, sampler: Any) -> TrainingConfiguration:
+def _adapted(config: Any, eval_every: int | str | None, sampler: Any) -> Any:
     """Fill in what the configuration leaves open: when to evaluate, what is best, and where the auditor is."""
+    if not isinstance(config, TrainingConfiguration):
+        return config  # `Trainer` says what is wrong with it
     given = config.model_fields_set
     changes: dict[str, Any] = {}
     if eval_every is not None and config.evaluate_every is None:

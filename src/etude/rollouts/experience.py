@@ -48,6 +48,7 @@ class Experience:
         self.metrics: dict[str, tuple[float, float]] = {}
         self.timings: dict[str, float] = {}
         self._pending: list[Samples] = []
+        self._learned = self._to_learn = 0
         self._steps = self._barren = self._updates = 0
         self._cut_short = 0
         """Batches of an update at the end that did not fill its window, which a longer run would have filled."""
@@ -55,6 +56,7 @@ class Experience:
     def attach(self, trainer: Trainer) -> None:
         """Learn who trains."""
         self._trainer = trainer
+        self.harness.sampler.report = trainer.session.tell
 
     def open(self, place: Place) -> None:
         """Get ready to collect one rank's share."""
@@ -84,6 +86,7 @@ class Experience:
             groups, self._pending, self._cut_short = [*groups, self._pending], [], len(self._pending)
         groups = self._evened(groups)
         self._measure(len(groups))
+        self._learned, self._to_learn = 0, sum(map(len, groups))
         return Updates(groups)
 
     def _batches(self, seed: int, share: tuple[int, int]) -> list[Samples]:
@@ -134,6 +137,8 @@ class Experience:
     def loss(self, samples: Samples) -> Loss:
         """Return the algorithm's loss of a batch."""
         mean, logs = self.harness.step(samples.batch)
+        self._learned += 1
+        self._trainer.session.tell("batches learned from", self._learned, self._to_learn)
         numbers = {str(name): value for name, value in logs.items() if is_number(value)}
         return Loss.mean(mean, samples.count, numbers)
 
@@ -147,6 +152,7 @@ class Experience:
 
     def close(self) -> None:
         """Say how many steps there was nothing to learn from in."""
+        self.harness.sampler.report = None
         if self._barren and self.place.rank == 0:
             log.warning(
                 "%d of %d steps gave no %s to learn from%s",

@@ -10,11 +10,12 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from etude.errors import EtudeError, RolloutError
+from etude.errors import ConfigError, EtudeError, RolloutError
 from etude.rng import fold
 from etude.rollouts.graph import Graph, Sampler
 
 log = logging.getLogger("etude")
+_ASKED = ("flatten", "collate_fn", "step")
 
 
 class Solver(ABC):
@@ -65,6 +66,14 @@ class Harness:
             shuffle: Mix the samples of an experience.
             on_error: Whether a rollout that fails is left out, or ends the run. One that all fail in ends it anyway.
         """
+        if not callable(getattr(sampler, "rollout", None)) or not hasattr(sampler, "system"):
+            raise ConfigError(f"sampler must have rollout() and a system, as a Sampler has; got {_shown(sampler)}")
+        if isinstance(algorithm, type) or not all(hasattr(algorithm, name) for name in _ASKED):
+            raise ConfigError(f"algorithm must have {', '.join(_ASKED)}, as a Solver has; got {_shown(algorithm)}")
+        count: Any
+        for name, count in (("num_episodes_per_experience", num_episodes_per_experience), ("batch_size", batch_size)):
+            if not isinstance(count, int) or count < 1:
+                raise ConfigError(f"{name} must be a whole number from 1, got {count!r}")
         self.sampler, self.algorithm = sampler, algorithm
         self.num_episodes_per_experience, self.batch_size = num_episodes_per_experience, batch_size
         self.shuffle, self.on_error = shuffle, on_error
@@ -141,3 +150,7 @@ class Harness:
             raise TypeError(f"{type(self.algorithm).__name__}.step must return (loss, logs)")
         loss, logs = found
         return loss, logs or {}
+
+
+def _shown(given: Any) -> str:
+    return f"the class {given.__name__} itself" if isinstance(given, type) else type(given).__name__
