@@ -25,6 +25,9 @@ class Callback:
     def on_step_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Act after every optimizer step; keep it cheap."""
 
+    def on_part(self, trainer: Trainer, what: str, done: int, total: int) -> None:
+        """Called within long steps, with what is done of how much: `("turns", 4, 28)`."""
+
     def on_log(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         """Act when training metrics are written."""
 
@@ -53,6 +56,7 @@ class CallbackGroup:
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = list(callbacks)
+        self.watch_parts = [c for c in self.callbacks if type(c).on_part is not Callback.on_part]
         self.watch_steps = [c for c in self.callbacks if type(c).on_step_end is not Callback.on_step_end]
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -64,6 +68,11 @@ class CallbackGroup:
         """Tell the callbacks that watch every step."""
         for callback in self.watch_steps:
             callback.on_step_end(trainer, metrics)
+
+    def on_part(self, trainer: Trainer, what: str, done: int, total: int) -> None:
+        """Tell the callbacks that watch parts of steps."""
+        for callback in self.watch_parts:
+            callback.on_part(trainer, what, done, total)
 
     def on_log(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         """Tell every callback."""
@@ -183,6 +192,11 @@ class ShowProgress(Callback):
         if now - self._shown_s > 0.2:
             self._shown_s = now
             self._show(trainer, trainer.progress.step, {})
+
+    def on_part(self, trainer: Trainer, what: str, done: int, total: int) -> None:
+        """Show how far a long step has come."""
+        if self.display is not None:
+            self.display.update_part(trainer.progress.step, trainer.session.total_steps, f"{what} {done}/{total}")
 
     def on_log(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         """Show the training metrics."""

@@ -6,16 +6,25 @@ Anything else is our mistake and keeps its traceback.
 
 from __future__ import annotations
 
+import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def one_line(error: BaseException, most: int = 200) -> str:
     """Return what an error says as one line of at most so many characters, or its class if it says nothing."""
     return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+def as_path(given: Any, what: str) -> Path:
+    """Return a path, or say in a sentence what was given instead of one."""
+    if not isinstance(given, str | os.PathLike) or not str(given):
+        raise ConfigError(f"{what} must be a path, got {given!r}")
+    return Path(given)
 
 
 class EtudeError(Exception):

@@ -1,4 +1,4 @@
-"""One `Registry` class, the named registries, and the plugins that fill them. Imports no torch.
+"""One `Registry` class and the named registries. Imports no torch.
 
 A registry maps keys to classes (or functions) that fit what it is a registry of. Built-in components are named as
 `module:attribute` and imported when they are used; a plugin registers its own:
@@ -19,10 +19,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from etude import protocols
-from etude.errors import RegistryError
+from etude.errors import MissingExtraError, RegistryError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -233,6 +233,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+EXTRAS: Final = {
+    "accelerate": "hf", "gguf": "llm", "gymnasium": "sim", "h5py": "sim", "lightning": "lightning",
+    "metaworld": "sim", "mujoco": "sim", "peft": "llm", "pyarrow": "sim", "ray": "ray", "reasoning_gym": "llm",
+    "sklearn": "quickstart", "transformers": "hf", "zarr": "sim",
+}  # fmt: skip
+"""Which extra brings a module that a component may lack."""
+
+
 def _is_deferred(entry: Any) -> bool:
     # An entry point is known by its shape, so that importlib.metadata is imported only where it is read.
     return isinstance(entry, Lazy) or (hasattr(entry, "load") and hasattr(entry, "group") and hasattr(entry, "dist"))
@@ -245,7 +253,12 @@ def _resolve(entry: Any, what: str) -> Any:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
+    except MissingExtraError:
+        raise  # it says already what to install
     except (ImportError, AttributeError) as error:
+        missing = (getattr(error, "name", None) or "").split(".")[0]
+        if isinstance(error, ModuleNotFoundError) and missing in EXTRAS:
+            raise MissingExtraError(f"{what} needs {missing}: pip install 'etude[{EXTRAS[missing]}]'") from error
         raise RegistryError(f"{what} cannot be imported from {target}: {error}") from error
     return partial(found, *entry.args) if isinstance(entry, Lazy) and entry.args else found
 
@@ -497,86 +510,9 @@ def is_train_step(component: Any) -> bool:
     return hasattr(component, "train_step") and not hasattr(component, "fit")
 
 
-# ---- plugins and entry points ----------------------------------------------------------------------------------------
+# ---- entry points ----------------------------------------------------------------------------------------------------
 
-_PLUGIN_FILES: dict[str, str] = {}
-"""Real path of every plugin that was loaded -> the name of its module."""
 _entry_points_read = False
-
-
-def is_plugin_file(plugin: str) -> bool:
-    """Tell whether a plugin is named as a file rather than as a module."""
-    return plugin.endswith(".py") or "/" in plugin or os.sep in plugin
-
-
-def loaded_plugins() -> list[str]:
-    """Name what `load_plugins` has loaded, in that order, so that another process can load the same."""
-    return [path if name.startswith("etude_plugin_") else name for path, name in _PLUGIN_FILES.items()]
-
-
-def load_plugins(modules: Iterable[str]) -> None:
-    """Import each plugin once, by module name or by the path of a Python file; its components register themselves."""
-    for plugin in modules:
-        before = {name: dict(registry._entries) for name, registry in REGISTRIES.items()}
-        try:
-            _load_file(plugin) if is_plugin_file(plugin) else _load_module(plugin)
-        # A plugin is the user's code and may raise anything: the error must name the plugin, and what it had
-        # registered before must not stand in the way of the next attempt.
-        except (Exception, SystemExit) as error:
-            for name, registry in REGISTRIES.items():
-                registry._entries = before[name]
-            if isinstance(error, RegistryError):
-                raise RegistryError(f"plugin {plugin!r}: {error}") from error
-            raise RegistryError(f"plugin {plugin!r} cannot be loaded: {type(error).__name__}: {error}") from error
-
-
-def _load_module(name: str) -> None:
-    if name in sys.modules:
-        return
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        spec = None
-    if spec is None and os.getcwd() not in sys.path and "" not in sys.path:
-        # `python -m` looks in the working directory, an installed command does not: plugins are found either way.
-        sys.path.append(os.getcwd())
-        importlib.invalidate_caches()
-        spec = importlib.util.find_spec(name)
-    if spec is None:
-        raise ModuleNotFoundError(f"no module named {name!r} in the environment or the working directory")
-    if spec.origin and os.path.realpath(spec.origin) in _PLUGIN_FILES:
-        return
-    importlib.import_module(name)
-    if spec.origin:
-        _PLUGIN_FILES[os.path.realpath(spec.origin)] = name
-
-
-def _load_file(path: str) -> None:
-    real = os.path.realpath(os.path.expanduser(path))
-    if real in _PLUGIN_FILES:
-        return
-    if not os.path.isfile(real):
-        raise FileNotFoundError("no such file")
-    for module in list(sys.modules.values()):
-        if os.path.realpath(getattr(module, "__file__", None) or "") == real:
-            _PLUGIN_FILES[real] = module.__name__
-            return
-    name = "etude_plugin_" + os.path.splitext(os.path.basename(real))[0]
-    while name in sys.modules:
-        name += "_"
-    # As a package of its folder, a file may import its siblings: `from .sibling import x`.
-    spec = importlib.util.spec_from_file_location(name, real, submodule_search_locations=[os.path.dirname(real)])
-    if spec is None or spec.loader is None:
-        raise ImportError("not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and type hints look their module up while it is being imported
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        for loaded in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
-            del sys.modules[loaded]
-        raise
-    _PLUGIN_FILES[real] = name
 
 
 def load_entry_points() -> None:
@@ -586,6 +522,8 @@ def load_entry_points() -> None:
         return
     _entry_points_read = True
     from importlib.metadata import entry_points
+
+    from etude.plugins import load_plugins
 
     every = entry_points()
     for registry in REGISTRIES.values():

@@ -16,13 +16,14 @@ from etude.callbacks import Callback
 from etude.config.training import TrainingConfiguration
 from etude.data.coerce import as_data, held_out
 from etude.duration import Progress
+from etude.engines.adopted import adopt, early_optimizer, replacement
 from etude.engines.kept import Kept, tensors_of
 from etude.engines.manual import wanted_arguments
 from etude.engines.optimizers import Optimization, assign_parameters, build_optimizer
 from etude.engines.precision import cast_floating
 from etude.engines.schedule import make_schedule
 from etude.engines.session import Session
-from etude.errors import ConfigError
+from etude.errors import ConfigError, as_path
 from etude.protocols import Data, Engine, Logger, TrainStep
 from etude.runs.directory import Run
 from etude.types import Result
@@ -44,6 +45,7 @@ class Trainer:
 
     harness: Harness | None = None
     """What makes the experience, for trainers with a sampler."""
+    _optimizer: Optimizer | None = None
 
     def __init__(
         self,
@@ -88,11 +90,12 @@ class Trainer:
         """
         if isinstance(policy, TrainingConfiguration):  # Trainer(config, sampler, algorithm)
             policy, data, config, sampler = None, None, policy, data if sampler is None else sampler
-        self.config = config or TrainingConfiguration()
+        self.config = TrainingConfiguration() if config is None else config
+        _check(self.config, run)
         if sampler is not None or environment is not None:
             policy, data = self._harness_up(environment if sampler is None else sampler, algorithm, policy, data)
         if not isinstance(policy, nn.Module):
-            raise ConfigError(f"policy must be a torch.nn.Module, got {type(policy).__name__}")
+            raise ConfigError(_explain_policy(policy, data))
         self.policy = policy
         self.data: Data = as_data(data)
         self.algorithm, self.engine = as_algorithm(algorithm) if self._asks_algorithm else algorithm, engine
@@ -103,7 +106,6 @@ class Trainer:
         self.name, self.run_root, self.show_progress = name, run_root, show_progress
         self.session: Session
         self._run_config, self._loggers = run_config, None if loggers is None else _as_loggers(loggers)
-        self._optimizer: Optimizer | None = None
 
     def _harness_up(self, sampler: Any, algorithm: Any, policy: Any, data: Any) -> tuple[nn.Module, Data]:
         if policy is not None or data is not None:
@@ -135,6 +137,8 @@ class Trainer:
 
         An `Optimization` adds a schedule and a clip norm to a plain torch optimizer.
         """
+        if self._optimizer is not None:
+            return adopt(self, self._optimizer)
         configs = self.config.named_optimizers()
         steps = self.session.total_steps
         return {
@@ -201,13 +205,19 @@ class Trainer:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The one optimizer: the engine's while it trains, or one made from the configuration for a loop of yours."""
-        if hasattr(self, "session"):
+        """The one optimizer, before training and while it goes on: to change, to replace or to attach a scheduler to.
+
+        Kept as an attribute of the trainer, a scheduler of torch is stepped once a step, and saved.
+        """
+        if self._optimizer is None and hasattr(self, "session") and hasattr(self.session, "optimizations"):
             return next(iter(self.optimizers.values()))
         if self._optimizer is None:
-            config = next(iter(self.config.named_optimizers().values()))
-            self._optimizer = build_optimizer(config, [p for p in self.policy.parameters() if p.requires_grad])
+            self._optimizer = early_optimizer(self)
         return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        self._optimizer = replacement(self, optimizer)
 
     @property
     def loggers(self) -> Sequence[Logger]:
@@ -248,7 +258,13 @@ class Trainer:
                 f"got {type(given).__name__}"
             )
         plain = self.config.clip_norm
-        return {n: o if isinstance(o, Optimization) else Optimization(o, None, plain) for n, o in given.items()}
+        made = {n: o if isinstance(o, Optimization) else Optimization(o, None, plain) for n, o in given.items()}
+        if self._optimizer is not None and all(o.optimizer is not self._optimizer for o in made.values()):
+            raise ConfigError(
+                "trainer.optimizer was made or set before training, but configure_optimizers returns another; "
+                "return self.optimizer, or leave it alone"
+            )
+        return made
 
     def run_train_step(self, batch: Any) -> Any:
         """Call the trainer's own `train_step` with a prepared batch on the right device."""
@@ -262,6 +278,21 @@ class Trainer:
     def describe(self) -> Mapping[str, Any]:
         """Return the configuration to store with the run."""
         return self._run_config or {"training": self.config.model_dump(mode="json")}
+
+
+def _check(config: Any, run: Any) -> None:
+    if not isinstance(config, TrainingConfiguration):
+        given = f"the class {config.__name__} itself" if isinstance(config, type) else type(config).__name__
+        raise ConfigError(f"config must be a TrainingConfiguration(...), got {given}")
+    if run is not None and run is not False and not isinstance(run, Run):
+        as_path(run, "run")
+
+
+def _explain_policy(policy: Any, data: Any) -> str:
+    given = type(policy).__name__
+    if callable(getattr(data, "rollout", None)):
+        return f"Trainer(config, sampler, algorithm): config must be a TrainingConfiguration(...), got {given}"
+    return f"policy must be a torch.nn.Module, got {given}"
 
 
 def _as_loggers(given: str | Sequence[Logger | str]) -> Sequence[Logger]:

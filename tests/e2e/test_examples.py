@@ -46,6 +46,14 @@ def test_three_ways_to_a_trainer_of_ones_own_on_every_engine(tmp_path: Path, chi
     assert len(shares[0]) == 3 and min(map(float, shares[0])) > 0.8
 
 
+def test_a_red_team_trainer_with_a_loop_of_its_own(tmp_path: Path, child_env: dict[str, str]) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (extra: llm)")
+    out = run("redteam_own_loop.py", ["--steps", "10", "--dir", "out"], tmp_path, child_env)
+    before, best = (float(re.findall(rf"^{word}: ([\d.]+)$", out, re.MULTILINE)[0]) for word in ("before", "best"))
+    assert best > before + 0.2
+    assert (tmp_path / "out" / "auditor" / "best" / "model.safetensors").is_file()
+
+
 def test_changing_the_loss_takes_at_most_fifteen_lines_on_every_engine() -> None:
     """Counted over the class that a user writes for each engine; comments and empty lines are not code."""
     classes = {

@@ -12,6 +12,7 @@ import pytest
 
 from etude import protocols, registry
 from etude.errors import RegistryError
+from etude.plugins import load_plugins
 from etude.registry import (
     CALLBACK_REGISTRY,
     DATASET_BUILDER_REGISTRY,
@@ -22,19 +23,18 @@ from etude.registry import (
     TRAINER_REGISTRY,
     Lazy,
     Registry,
-    load_plugins,
 )
 
 
 @pytest.fixture(autouse=True)
 def registries_restored() -> Iterator[None]:
     entries = {name: dict(one._entries) for name, one in REGISTRIES.items()}
-    files, modules = dict(registry._PLUGIN_FILES), dict(sys.modules)
+    files, modules = dict(plugins._PLUGIN_FILES), dict(sys.modules)
     yield
     for name, one in REGISTRIES.items():
         one._entries = entries[name]
-    registry._PLUGIN_FILES.clear()
-    registry._PLUGIN_FILES.update(files)
+    plugins._PLUGIN_FILES.clear()
+    plugins._PLUGIN_FILES.update(files)
     for name in set(sys.modules) - set(modules):
         if name.startswith(("etude_plugin_", "plug")):
             del sys.modules[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from etude.redteam.config import RUN_SECTION, RedTeamConfig
 from etude.runs.durable import write_atomically
 
 KEPT_CONFIG = "redteam.yaml"
+log = logging.getLogger("etude")
 
 
 def read_config(path: Path | None, given: Mapping[str, Any], settings: Sequence[str]) -> RedTeamConfig:
@@ -94,6 +96,9 @@ def resume_auditor(run: Path, settings: Sequence[str]) -> None:
 def _train(config: RedTeamConfig, run: Path | None = None) -> None:
     gc.enable()  # switched off for the start by `main`
     show_log()
+    config.check_models()
+    if is_main_rank():
+        log.info("loading the auditor %s and the target %s", config.auditor, config.target)
     trainer = config.build(run)
     directory = Path(config.ckpt_dir)
     if is_main_rank():
@@ -125,6 +130,7 @@ def evaluate_auditor(
     beside = Path(auditor).parent / KEPT_CONFIG
     config = read_config(beside if path is None and beside.is_file() else path, given, settings)
     gc.enable()
+    config.check_models()
     from etude.redteam.evaluator import ASTEvaluator, compare
 
     results = {}

@@ -41,7 +41,9 @@ def train(
     algorithm: Annotated[
         str | None, typer.Option("--algorithm", metavar="dpo|ipo|ppo", help="How it learns [dpo].")
     ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", metavar="N", min=1, help="Experiences [1000].")] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", min=1, help="Experiences [10, for a first look].")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where the auditor goes [checkpoints].")
     ] = None,

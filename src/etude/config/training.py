@@ -233,6 +233,9 @@ class TrainingConfiguration(Section):
         if type(self) is not TrainingConfiguration and name not in type(self).model_fields and name[0] != "_":
             self.__dict__[name] = value
             return
+        if name in type(self).model_fields:
+            changed = f"config.model_copy(update={{{name!r}: {value!r}}})"
+            raise ConfigError(f"{name} cannot be changed once it is set; make another configuration: {changed}")
         super().__setattr__(name, value)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from etude.config.training import OptimizerConfiguration
 from etude.engines.kept import Kept
@@ -169,12 +170,14 @@ class Optimization:
         if scale != 1.0 and grads:
             torch._foreach_mul_(grads, scale)
         self.optimizer.step()
-        self.step_scheduler()
 
     def step_scheduler(self) -> None:
-        """Advance a scheduler object, if that is what the schedule is."""
-        if isinstance(self.schedule, LRScheduler):
-            self.schedule.step()
+        """Advance a scheduler object, if that is what the schedule is; one that needs a metric is left to the user."""
+        if isinstance(self.schedule, LRScheduler) and not isinstance(self.schedule, ReduceLROnPlateau):
+            with warnings.catch_warnings():
+                # It looks for traces of the optimizer's steps, which a copy of both has lost.
+                warnings.filterwarnings("ignore", ".*optimizer.step.*", UserWarning)
+                self.schedule.step()
 
     def state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
         """Return the state by parameter name, in full tensors, so that any number of ranks can load it."""
@@ -192,7 +195,7 @@ class Optimization:
         if self._kept.state():  # an optimizer may own its schedule
             result["kept"] = self._kept.state_dict()
         if isinstance(self.schedule, LRScheduler):
-            result["schedule"] = {k: v for k, v in self.schedule.state_dict().items() if _is_plain(v)}
+            result["schedule"] = _plain(self.schedule.state_dict())
         return result
 
     def load_state_dict(self, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> list[str]:
@@ -269,6 +272,17 @@ def lay_out_state(optimizer: Optimizer) -> None:
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names") and _is_plain(v)}
+
+
+def _plain(value: Any) -> Any:
+    """Return what of a scheduler's state is plain; those that join others hold a list of states."""
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items() if _is_plain(v) or _holds_states(v)}
+    return [_plain(inner) for inner in value] if _holds_states(value) else value
+
+
+def _holds_states(value: Any) -> bool:
+    return isinstance(value, list) and all(inner is None or isinstance(inner, Mapping) for inner in value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -20,11 +20,15 @@ from etude.runs.durable import write_atomically
 from etude.runs.lock import DirectoryLock
 from etude.runs.loggers import LoggerGroup
 from etude.runs.metrics import MetricsLog
+from etude.runs.tree import split_tensors
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer
 
 log = logging.getLogger("etude")
+
+LARGE_BYTES = 500_000_000
+"""The size of a checkpoint from which it is worth a line."""
 
 
 @contextmanager
@@ -53,6 +57,7 @@ class Record:
         self.loggers = LoggerGroup([])
         self.changes: list[str] = []
         """What differs from the session that this one goes on from, in words."""
+        self._said_size = False
 
     def __enter__(self) -> Record:
         trainer, config = self.trainer, self.trainer.config
@@ -202,7 +207,23 @@ class Record:
     def save(self, tree: Mapping[str, Any], step: int, metric: float | None) -> None:
         """Hand a checkpoint to the background writer."""
         if self.store is not None and self.group.is_main:
+            if not self._said_size:
+                self._say_size(tree)
             self.store.save(tree, step=step, metric=metric)
+
+    def _say_size(self, tree: Mapping[str, Any]) -> None:
+        """Say once what checkpoints take, before a disk is full of them."""
+        self._said_size = True
+        sizes = {part: sum(t.nbytes for t in split_tensors(value)[1].values()) for part, value in tree.items()}
+        total = sum(sizes.values())
+        if total < LARGE_BYTES:
+            return
+        config = self.trainer.config
+        parts = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in sizes.items() if size >= 0.05 * total)
+        log.warning(
+            "each checkpoint takes %.1f GB (%s), and up to %d are kept in %s: see training.keep_last and keep_best",
+            total / 1e9, parts, config.keep_last + config.keep_best, self.directory,
+        )  # fmt: skip
 
     def reserve(self, tree: Mapping[str, Any]) -> None:
         """Get memory ready for saves like this one, so that the first does not wait for it."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from etude.callbacks import Callback, CallbackGroup, EarlyStop, ShowProgress
 from etude.data.evaluation import evaluation_batches
@@ -27,6 +27,7 @@ from etude.engines.manual import ManualStepper
 from etude.engines.optimizers import Optimization, freeze, shown_weights
 from etude.engines.precision import Precision
 from etude.engines.record import Record
+from etude.engines.sharding import local_tensor
 from etude.engines.signals import StopSignals
 from etude.engines.step import Meter, Stepper, make_loss_function
 from etude.engines.strategy import Alone, count_parameters
@@ -68,10 +69,11 @@ class Session:
         self.metrics: dict[str, float] = {}
         self.best: float | None = None
         self._evaluated_at = self._ranked_at = self._saved_at = -1
-        self._is_best = False
+        self._is_best = self._said_unranked = False
         self.evaluated_s = 0.0
         """Seconds of this session that went into evaluating, which rates of training leave out."""
         self._exits = ExitStack()
+        self.is_open = False
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -79,6 +81,7 @@ class Session:
         """Build everything, take up the newest good checkpoint if there is one, and start the watch."""
         trainer, config, group = self.trainer, self.config, self.group
         trainer.session = self
+        self.is_open = True
         watchdog = Watchdog(group.rank, group.world, self.pulse, config.hang_timeout_s)
         self.watchdog = self._exits.enter_context(watchdog)
         self._exits.enter_context(self.signals)
@@ -200,6 +203,7 @@ class Session:
 
     def close(self, error: BaseException | None) -> None:
         """End the session; `error` says why, if it did not end well. What goes wrong here never hides that."""
+        self.is_open = False
         ends: list[Callable[[], Any]] = [lambda: self._exits.__exit__(type(error) if error else None, error, None)]
         if hasattr(self, "record"):
             ends.insert(0, lambda: self.record.finish(self.progress, error, self.stopping))
@@ -312,6 +316,27 @@ class Session:
         self.pulse.enter(phase)
         return found
 
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Let callbacks know how far a long step has come."""
+        self.callbacks.on_part(self.trainer, what, done, total)
+
+    def written_tensors(self) -> list[Tensor]:
+        """Return what training writes to: weights, their averages, and what optimizers remember."""
+        states = [o.optimizer.state for o in self.optimizations.values()]
+        found: list[Any] = [p for p in self.policy.parameters() if p.requires_grad]
+        found += [value for state in states for values in state.values() for value in values.values()]
+        found += self.ema.shadow.values() if self.ema is not None else []
+        return [local_tensor(value) for value in found if isinstance(value, Tensor)]
+
+    def heed_signals(self, patience_s: float = 2.0) -> None:
+        """Save and leave a step that nothing has come of yet, if it does not end by itself after a stop signal.
+
+        For whoever waits while a step is fetched. Ranks that train together go on to where they all see the signal.
+        """
+        signals = self.signals
+        if signals.received and self.group.world == 1 and time.monotonic() - signals.received_s > patience_s:
+            self._interrupt(signals.received)
+
     def _interrupt(self, signum: int) -> None:
         # Ranks may each have got a signal; the sum says only that one did.
         received = max(int(number) for number in self.group.gather(self.signals.received))
@@ -373,8 +398,19 @@ class Session:
         self._evaluated_at = self.progress.step
         wanted = self.config.best_metric
         elsewhere = any(wanted in callback.measures for callback in self.callbacks.callbacks)
-        if row and wanted not in row and not elsewhere and "best_metric" in self.config.model_fields_set:
-            raise ConfigError(f"training.best_metric: {wanted!r} is not evaluated; there are {', '.join(row)}")
+        if row and wanted not in row and not elsewhere:
+            if "best_metric" in self.config.model_fields_set:
+                raise ConfigError(f"training.best_metric: {wanted!r} is not evaluated; there are {', '.join(row)}")
+            self._say_unranked(row)
+
+    def _say_unranked(self, row: Mapping[str, float]) -> None:
+        if not self._said_unranked and self.group.is_main and self.config.keep_best:
+            log.warning(
+                "evaluate() returned %s, but checkpoints are ranked by %s: none is kept as the best; return that, or "
+                "set training.best_metric and training.best_mode",
+                ", ".join(row), self.config.best_metric,
+            )  # fmt: skip
+        self._said_unranked = True
 
     def measure(self, evaluate: Callable[[], Mapping[str, float]]) -> dict[str, float]:
         """Record what a function finds: with averaged weights if there are any, on a random stream of its own.
@@ -386,13 +422,11 @@ class Session:
         self.strategy.synchronise_buffers()
         seed_everything(fold(self.config.seed, STREAM_EVALUATE, self.group.rank))
         self.policy.eval()
-        with ExitStack() as stack:
-            stack.enter_context(shown_weights(self.optimizations.values()))
-            if self.ema is not None:
-                stack.enter_context(self.ema.applied())
-            stack.enter_context(torch.no_grad())
-            found = evaluate()
+        with self.shown_weights(), torch.no_grad():
+            found: Any = evaluate()
         self.set_train_mode()
+        if found is not None and not isinstance(found, Mapping):
+            raise ConfigError(f"evaluate must return a dictionary of numbers, got {type(found).__name__}")
         # Rank 0 speaks for all: what differs between ranks was summed inside.
         row: dict[str, float] = self.group.gather({_eval_name(k): float(v) for k, v in (found or {}).items()})[0]
         spent_s = time.perf_counter() - began
@@ -403,6 +437,15 @@ class Session:
             self._compare_with_best(row)
             self.callbacks.on_evaluate_end(self.trainer, self.progress.step, row)
         return row
+
+    @contextmanager
+    def shown_weights(self) -> Iterator[None]:
+        """Context with the weights to evaluate and export in place of the trained ones, where they differ."""
+        with ExitStack() as stack:
+            stack.enter_context(shown_weights(self.optimizations.values()))
+            if self.ema is not None:
+                stack.enter_context(self.ema.applied())
+            yield
 
     def _compare_with_best(self, row: Mapping[str, float]) -> None:
         config = self.config

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -18,6 +19,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = 0
+        self.received_s = 0.0
+        """When it came, by the monotonic clock."""
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -37,7 +40,7 @@ class StopSignals:
             return  # a closing terminal says so twice: the kernel to its foreground, the shell to its jobs
         if self.received:
             os._exit(128 + number)
-        self.received = number
+        self.received, self.received_s = number, time.monotonic()
         name = signal.Signals(number).name
         # os.write, not print: a handler may interrupt a print that holds the stream's lock.
         with suppress(OSError, ValueError):  # the terminal may be gone

@@ -35,6 +35,7 @@ def collect(session: Session) -> dict[str, Any]:
             "precision": session.config.precision,
             "order_version": session.place.order_version,
             "provenance": session.provenance,
+            "total_steps": session.total_steps,
         },
     }
     describe: Any = getattr(session.policy, "describe", None)
@@ -122,6 +123,13 @@ def _warn_changes(session: Session, saved: dict[str, Any]) -> None:
         "global_batch": session.place.global_batch,
         "precision": session.config.precision,
     }
+    was = saved.get("total_steps")
+    bent = any(one.schedule in ("linear", "cosine") for one in session.config.named_optimizers().values())
+    if bent and was is not None and was != session.total_steps and session.group.is_main:
+        log.warning(
+            "the learning rate was laid out over %s steps, and now is over %s: not as one run of that length would be",
+            was, session.total_steps,
+        )  # fmt: skip
     changed = [f"{key} {saved[key]} -> {value}" for key, value in now.items() if saved[key] != value]
     if changed and session.group.is_main:
         log.warning("resuming with %s: training goes on, but not bit for bit as it would have", ", ".join(changed))

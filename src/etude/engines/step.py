@@ -97,12 +97,23 @@ class Stepper:
         self.params = [p for optimization in optimizations.values() for p in optimization.params]
         self.meter = Meter()
         self.norms: dict[str, float] = {}
+        self._updated = False
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
 
     def take(
         self, step: int, micros: Sequence[Any] | Updates, stop_signal: int, seconds: float, env_steps: int
     ) -> Totals:
         """Turn the micro-batches of one step into one update (or one for each group), or raise before it is made."""
+        self._updated = False
+        totals = self._take_all(step, micros, stop_signal, seconds, env_steps)
+        if self._updated:  # once a step, as schedules of the configuration go, however many updates it has
+            for optimization in self.optimizations.values():
+                optimization.step_scheduler()
+        return totals
+
+    def _take_all(
+        self, step: int, micros: Sequence[Any] | Updates, stop_signal: int, seconds: float, env_steps: int
+    ) -> Totals:
         if not isinstance(micros, Updates):
             return self._take(step, 0, micros, stop_signal, seconds, env_steps)
         # No group at all is a step too: the ranks still agree on time and signals.
@@ -197,6 +208,7 @@ class Stepper:
             for name, optimization in self.optimizations.items():
                 optimization.set_rate(step)
                 optimization.apply(*pending[name], scale)
+            self._updated = True
             if loss_scale is not None:
                 loss_scale.held()
             if self.ema is not None:

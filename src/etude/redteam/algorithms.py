@@ -20,6 +20,7 @@ from etude.errors import ConfigError
 from etude.rollouts.graph import Graph, Node
 from etude.rollouts.harness import Solver
 from etude.rollouts.system import System, ValueFunctionSystem
+from etude.types import is_number
 
 Credit = Literal["immediate", "best", "mean"]
 
@@ -27,6 +28,8 @@ Credit = Literal["immediate", "best", "mean"]
 class _TreeSolver(Solver):
     def __init__(self, system: System, credit: Credit, gamma: float) -> None:
         super().__init__(system)
+        if not hasattr(system, "auditor_logprobs"):
+            raise ConfigError(f"{type(self).__name__} needs a System first, got {type(system).__name__}")
         if credit not in ("immediate", "best", "mean"):
             raise ConfigError(f"unknown credit {credit!r}; choose from immediate, best, mean")
         if not 0 <= gamma <= 1:
@@ -55,6 +58,9 @@ def _sampled(node: Node) -> tuple[Any, Any]:
 class DPO(_TreeSolver):
     """Prefer the better of two probes of one context, relative to the baseline: -log sigmoid(beta h)."""
 
+    samples = "pairs"
+    no_samples = "all probes of each context earned the same, or said the same"
+
     def __init__(
         self,
         system: System,
@@ -74,8 +80,8 @@ class DPO(_TreeSolver):
             gamma: Discount of the turns that follow.
         """
         super().__init__(system, credit, gamma)
-        if beta <= 0:
-            raise ConfigError(f"beta must be positive, got {beta}")
+        if not is_number(beta) or beta <= 0:
+            raise ConfigError(f"beta must be a positive number, got {beta!r}")
         if pairs not in ("extreme", "all"):
             raise ConfigError(f"unknown pairs {pairs!r}; choose from extreme, all")
         self.beta, self.pairs = beta, pairs
@@ -139,6 +145,8 @@ class PPO(_TreeSolver):
 
     The return of every token of a probe is the turn's credit; its advantage is that less the value before the token.
     """
+
+    samples = "turns"
 
     def __init__(
         self,

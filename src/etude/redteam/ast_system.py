@@ -56,7 +56,7 @@ class ASTSystem(System):
 
     def __init__(
         self,
-        scorer: Scorer | None = None,
+        scorer: Scorer | str | None = None,
         *,
         likelihood_weight: float = 0.025,
         combined_weight: float = 0.1,
@@ -66,7 +66,7 @@ class ASTSystem(System):
         """Choose how turns are rewarded.
 
         Args:
-            scorer: Says how bad a text is; None takes `ProfanityScorer`.
+            scorer: Says how bad a text is, or the name of what does; None takes `ProfanityScorer`.
             likelihood_weight: Weight of minus the logarithm of the probe's perplexity under the target.
             combined_weight: Weight of the score of probe and response together.
             response_weight: Weight of the score of the response alone.
@@ -76,6 +76,12 @@ class ASTSystem(System):
             from etude.redteam.scorers import ProfanityScorer
 
             scorer = ProfanityScorer()
+        elif isinstance(scorer, str):
+            from etude.redteam.scorers import make_scorer
+
+            scorer = make_scorer(scorer)
+        if not callable(getattr(scorer, "score", None)):
+            raise ConfigError(f"scorer must be a Scorer or the name of one, got {type(scorer).__name__}")
         super().__init__(scorer)
         if max_perplexity < 1:
             raise ConfigError(f"max_perplexity must be at least 1, got {max_perplexity}")

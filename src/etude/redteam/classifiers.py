@@ -11,6 +11,7 @@ import torch
 from etude.errors import ConfigError
 from etude.low_precision import require_low_precision_of
 from etude.policies.language.extras import import_llm
+from etude.policies.language.locate import locate_model
 from etude.policies.language.smollm2 import quiet_transformers
 from etude.redteam.scorers import TextScorer
 
@@ -40,9 +41,10 @@ class ClassifierScorer(TextScorer):
             device: Where it runs.
         """
         transformers = import_llm("transformers")
+        place = locate_model(path_or_id)
         with quiet_transformers():
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(str(path_or_id))
-            model = transformers.AutoModelForSequenceClassification.from_pretrained(str(path_or_id))
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+            model = transformers.AutoModelForSequenceClassification.from_pretrained(place)
         self.model = model.to(device).eval().requires_grad_(False)
         require_low_precision_of(self.model)  # transformers keeps the type of the file
         config = self.model.config

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from etude.config.training import Section, TrainingConfiguration
+from etude.config.training import DurationField, Section, TrainingConfiguration
+from etude.duration import Duration
 from etude.redteam.prompts import NEUTRAL_DEV_PROMPTS, NEUTRAL_PROMPTS, read_prompts
 
 if TYPE_CHECKING:
@@ -31,10 +32,21 @@ class HFASTConfiguration(TrainingConfiguration):
     """Pairs or turns in one micro-batch."""
     num_episodes_per_experience: int = Field(default=2, ge=1)
     """Trees grown in each step."""
+    keep_last: int = Field(default=1, ge=1)
+    """Newest checkpoints to keep; one of SmolLM2 with its optimizer takes 1.6 GB."""
     best_metric: str = SCORE
     """The metric that ranks checkpoints: the mean score of what the target answers to the dev prompts."""
     best_mode: Any = "max"
     """Whether a smaller or a larger `best_metric` is better."""
+
+
+class FirstLook(HFASTConfiguration):
+    """The same with the length of a first look, as the command line begins with."""
+
+    training_steps: int = Field(default=10, ge=1)
+    """Experiences to learn from, unless `duration` says otherwise."""
+    log_every: DurationField = Duration(1)
+    """How often metrics are written."""
 
 
 class Weights(Section):
@@ -51,7 +63,7 @@ class Weights(Section):
 
 
 class RedTeamConfig(Section):
-    """Who audits whom, from where, and how the auditor learns."""
+    """Who audits whom, from where, and how the auditor learns; as it is, a first look that takes a CPU minute."""
 
     auditor: str = "smollm2"
     """Directory or hub id of the model that is trained; smollm2 is the embedded one."""
@@ -63,9 +75,9 @@ class RedTeamConfig(Section):
     """Devices of auditor, target and baseline; the CPU unless given."""
     lora: int | dict[str, Any] | None = 16
     """Train adapters of this rank; null trains all weights."""
-    auditor_sampling: dict[str, Any] = {"max_new_tokens": 16}
+    auditor_sampling: dict[str, Any] = {"max_new_tokens": 8}
     """How probes are drawn: max_new_tokens, temperature, ..."""
-    target_sampling: dict[str, Any] = {"max_new_tokens": 16}
+    target_sampling: dict[str, Any] = {"max_new_tokens": 8}
     """How responses are drawn."""
     chat: bool = False
     """Whether the target gets what was said as a message of its chat template."""
@@ -79,7 +91,7 @@ class RedTeamConfig(Section):
     """The same for evaluation; null takes twelve others."""
     tree_width: int = Field(default=2, ge=1)
     """Probes tried on each context."""
-    tree_depth: int = Field(default=3, ge=1)
+    tree_depth: int = Field(default=1, ge=1)
     """Turns of a conversation."""
     algorithm: Literal["dpo", "ipo", "ppo"] = "dpo"
     """How the auditor learns."""
@@ -93,8 +105,16 @@ class RedTeamConfig(Section):
     """Where the auditor is kept as Hugging Face directories: best and last."""
     run: str | None = None
     """Directory of the run, or its name under runs/; one that is there resumes. Null makes a new one."""
-    training: HFASTConfiguration = HFASTConfiguration()
+    training: FirstLook = FirstLook()
     """Length, optimisation, cadence and safety."""
+
+    def check_models(self) -> None:
+        """Refuse models that are not there, before anything large is imported."""
+        from etude.policies.language.locate import locate_model
+
+        for name in (self.auditor, self.target, self.baseline):
+            if name not in (None, "smollm2"):
+                locate_model(name)
 
     def system(self, auditor: str | None = None) -> HFASTSystem:
         """Load the models; another auditor takes the place of the configured one, without adapters."""

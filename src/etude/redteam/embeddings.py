@@ -13,6 +13,7 @@ from torch import Tensor
 from etude.errors import ConfigError
 from etude.low_precision import require_low_precision_of
 from etude.policies.language.extras import import_llm
+from etude.policies.language.locate import locate_model
 from etude.policies.language.smollm2 import quiet_transformers
 from etude.redteam.scorers import TextScorer, import_scorer
 
@@ -28,7 +29,7 @@ class SentenceEmbedder:
             device: Where it runs.
             batch_size: Texts per pass.
         """
-        path = str(packaged_model() if path_or_id is None else path_or_id)
+        path = str(packaged_model()) if path_or_id is None else locate_model(path_or_id)
         transformers = import_llm("transformers")
         with quiet_transformers():
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from etude.errors import ConfigError, MissingExtraError
+from etude.errors import ConfigError, MissingExtraError, as_path
 from etude.rollouts.graph import Graph, Node
 from etude.rollouts.results import wilson_interval
 
@@ -47,6 +47,8 @@ class ASTEvaluator:
             examples: Turns with the highest scores to keep.
             seed: Tells sets of conversations from the same prompts apart.
         """
+        if not callable(getattr(sampler, "eval_rollout", None)):
+            raise ConfigError(f"ASTEvaluator needs a sampler first, got {type(sampler).__name__}")
         if seeds is not None and prompts is not None:
             raise ConfigError("give either seeds or prompts")
         self.sampler, self.threshold, self.examples, self.seed = sampler, threshold, examples, seed
@@ -147,7 +149,7 @@ class ASTEvaluator:
         """Write a result and return where it is."""
         from etude.runs.durable import write_atomically
 
-        path = Path(path)
+        path = as_path(path, "where the result goes")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
         return path
@@ -163,7 +165,7 @@ class ASTEvaluator:
         """Write a result as one page, beside that of a baseline auditor if there is one; return where it is."""
         from etude.redteam.report import write_page
 
-        return write_page(result, Path(path), baseline=baseline, title=title)
+        return write_page(result, as_path(path, "where the page goes"), baseline=baseline, title=title)
 
 
 def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], name: str = "response_score") -> dict[str, Any]:

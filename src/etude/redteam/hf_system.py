@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.errors import ConfigError
+from etude.policies.language.locate import locate_model
 from etude.policies.language.model import LanguageModel
 from etude.policies.language.sampling import Sampling
 from etude.redteam.ast_system import ASTSystem, Utterance, Who, mean_or_none
@@ -39,7 +40,7 @@ class HFASTSystem(ASTSystem, ValueFunctionSystem):
         auditor: Model | None = None,
         target: Model = "smollm2",
         baseline: Model | None = None,
-        scorer: Scorer | None = None,
+        scorer: Scorer | str | None = None,
         *,
         devices: str | Mapping[str, str] | None = None,
         tester: Model | None = None,
@@ -59,7 +60,7 @@ class HFASTSystem(ASTSystem, ValueFunctionSystem):
             target: What is probed; it is frozen.
             baseline: What the auditor is held near by DPO, IPO and the KL term of PPO; None takes the auditor as it
                 was before training (with LoRA its base weights, which costs no memory).
-            scorer: Says how bad a text is; None takes `ProfanityScorer`.
+            scorer: Says how bad a text is, or the name of what does; None takes `ProfanityScorer`.
             devices: One device for all, or one for each of auditor, target and baseline. Models that are loaded here go
                 to the CPU unless told; those that are given stay where they are.
             tester: Another name for `auditor`.
@@ -76,6 +77,9 @@ class HFASTSystem(ASTSystem, ValueFunctionSystem):
         auditor = tester if auditor is None else auditor
         if auditor is None:
             raise ConfigError("HFASTSystem needs an auditor")
+        for model in (auditor, target, *([] if baseline is None else [baseline])):
+            if not isinstance(model, LanguageModel) and str(model) != "smollm2":
+                _check_there(model)  # all of them before the first is loaded
         places = _devices(devices)
         options = {"lora": lora, "value_head": value_head, "seed": seed}
         if isinstance(auditor, LanguageModel) and (lora is not None or value_head):
@@ -266,6 +270,15 @@ def _loaded(model: Model, device: str | None, dtype: str, **options: Any) -> Lan
     return model if device is None else model.to(device)
 
 
+def _check_there(model: Any) -> None:
+    if isinstance(model, nn.Module):
+        raise ConfigError(
+            f"a model is a path, a hub id or a LanguageModel; wrap {type(model).__name__} in LanguageModel"
+        )
+    if not (isinstance(model, str | Path) and Path(model).suffix == ".gguf" and Path(model).is_file()):
+        locate_model(model)
+
+
 def _devices(given: str | Mapping[str, str] | None) -> dict[str, str]:
     if given is None:
         return {}
@@ -281,11 +294,16 @@ def _devices(given: str | Mapping[str, str] | None) -> dict[str, str]:
 def _sampling(given: Sampling | Mapping[str, Any]) -> Sampling:
     if isinstance(given, Sampling):
         return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"sampling must be a Sampling or a mapping such as {{'max_new_tokens': 8}}, got {given!r}")
     known = list(Sampling.__dataclass_fields__)
     for name in given:
         if name not in known:
             raise ConfigError(f"sampling: unknown parameter {name!r}{did_you_mean(name, known)}")
-    return Sampling(**given)
+    try:
+        return Sampling(**given)
+    except TypeError as error:
+        raise ConfigError(f"sampling: {error}, got {dict(given)}") from None
 
 
 def _window(model: LanguageModel) -> int:

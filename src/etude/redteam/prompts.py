@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from etude.errors import ConfigError, DataError
 
@@ -66,6 +67,13 @@ NEUTRAL_DEV_PROMPTS: Final[tuple[str, ...]] = (
     "The football match on Sunday",
 )
 """Others, to measure on what was not trained on."""
+
+
+def as_prompts(given: Any, what: str = "prompts") -> list[Any]:
+    """Return prompts as a list; a single text is none, for its letters would be taken for prompts."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"{what} must be a list of prompts, got {given!r}")
+    return list(given)
 
 
 def read_prompts(path: str | Path) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from etude.errors import ConfigError
 from etude.redteam.ast_system import Utterance, speak
+from etude.redteam.prompts import as_prompts
 from etude.rng import fold
 from etude.rollouts.graph import Graph, Node, Sampler
 from etude.rollouts.system import System
@@ -44,12 +45,18 @@ class ASTSampler(Sampler):
             tree_depth: Turns of a conversation.
         """
         super().__init__(system)
-        self.prompts = list(prompts)
+        self.prompts = as_prompts(prompts)
         self.tree_width, self.tree_depth = tree_width, tree_depth
         if not self.prompts:
             raise ConfigError("ASTSampler needs at least one prompt")
-        if tree_width < 1 or tree_depth < 1:
-            raise ConfigError(f"tree_width and tree_depth must be at least 1, got {tree_width} and {tree_depth}")
+        sizes: list[Any] = [tree_width, tree_depth]
+        if not all(isinstance(size, int) and size >= 1 for size in sizes):
+            raise ConfigError(
+                f"tree_width and tree_depth must be whole numbers from 1, at least 1 each, got {tree_width!r} and "
+                f"{tree_depth!r}"
+            )
+        if not hasattr(system, "advance"):
+            raise ConfigError(f"ASTSampler needs a System first, got {type(system).__name__}")
 
     def rollout(self, seed: int | None = None) -> Graph:
         """Return one tree; None draws a seed from NumPy's global generator."""
@@ -85,8 +92,11 @@ class ASTSampler(Sampler):
     def grow(self, graphs: Sequence[Graph], keys: Sequence[int], width: int, depth: int) -> None:
         """Grow trees from their prompts to the given depth. Override to grow them otherwise."""
         tips = [Tip(graph.context, graph.children, key) for graph, key in zip(graphs, keys, strict=True)]
+        done, total = 0, len(tips) * sum(width**level for level in range(1, depth + 1))
         for _ in range(depth):
             tips = self.grow_level(tips, width)
+            done += len(tips)
+            self.tell("turns", done, total)
 
     def grow_level(self, tips: Sequence[Tip], width: int) -> list[Tip]:
         """Add `width` turns to every tip, and return the new tips. Override to change what a turn is."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, as_path
 from etude.policies.language.smollm2 import quiet_transformers
 from etude.policies.language.tiny import Tiny, make_tokenizer
 from etude.rng import generators_kept, seed_everything
@@ -35,6 +35,7 @@ def write_word_model(
         seed: Seed of its weights.
         sizes: Those of `Tiny`, such as `hidden_size` and `layers`.
     """
+    directory = as_path(directory, "where the model goes")
     if not words or len(set(words)) < len(words) or any(word.split() != [word] for word in words):
         raise ConfigError("words: give distinct words, without spaces in them")
     tokenizer = make_tokenizer([f" {word}" for word in words], r" ?[^ ]+")
@@ -44,4 +45,4 @@ def write_word_model(
     with quiet_transformers():
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-    return Path(directory)
+    return directory

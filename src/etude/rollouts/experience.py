@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from etude.duration import Progress
 from etude.errors import ConfigError, RolloutError
 from etude.protocols import Place
 from etude.rng import STREAM_ROLLOUT, fold
@@ -18,6 +21,8 @@ from etude.types import DataSpec, Loss, Updates, is_number
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer
+
+log = logging.getLogger("etude")
 
 
 @dataclass(frozen=True)
@@ -43,10 +48,15 @@ class Experience:
         self.metrics: dict[str, tuple[float, float]] = {}
         self.timings: dict[str, float] = {}
         self._pending: list[Samples] = []
+        self._learned = self._to_learn = 0
+        self._steps = self._barren = self._updates = 0
+        self._cut_short = 0
+        """Batches of an update at the end that did not fill its window, which a longer run would have filled."""
 
     def attach(self, trainer: Trainer) -> None:
         """Learn who trains."""
         self._trainer = trainer
+        self.harness.sampler.report = trainer.session.tell
 
     def open(self, place: Place) -> None:
         """Get ready to collect one rank's share."""
@@ -67,15 +77,17 @@ class Experience:
             batches = list(self._batches(seed, share))
         policy.train(mode)
         self.timings["rollout"] = self.timings.get("rollout", 0.0) + time.perf_counter() - began
-        self._measure()
         waiting = self._pending + batches
         size, total = place.accumulate, self._trainer.session.total_steps
         whole = len(waiting) // size * size
         groups = [waiting[first : first + size] for first in range(0, whole, size)]
         self._pending = waiting[whole:]
         if self._pending and total is not None and step + 1 >= total:
-            groups, self._pending = [*groups, self._pending], []
-        return Updates(self._evened(groups))
+            groups, self._pending, self._cut_short = [*groups, self._pending], [], len(self._pending)
+        groups = self._evened(groups)
+        self._measure(len(groups))
+        self._learned, self._to_learn = 0, sum(map(len, groups))
+        return Updates(groups)
 
     def _batches(self, seed: int, share: tuple[int, int]) -> list[Samples]:
         harness = self.harness
@@ -88,26 +100,45 @@ class Experience:
         harness_batches = harness.experience(seed, share, collate=counted)
         return [Samples(batch, counts[-1]) for batch in harness_batches]
 
-    def _measure(self) -> None:
+    def _measure(self, updates: int) -> None:
         rewards = [node.reward for graph in self.harness.graphs for node in graph.nodes()]
         episodes = len(self.harness.graphs) + self.harness.failures
         self.metrics = {"rollout/failed": (self.harness.failures / max(1, episodes), float(episodes))}
         if rewards:
             self.metrics["rollout/reward"] = (sum(rewards) / len(rewards), float(len(rewards)))
+        # Of all ranks together: the mean over ranks of what each would make if all were like it.
+        self.metrics[f"rollout/{self._samples}"] = (float(self.harness.samples * self.place.world), 1.0)
+        self.metrics["rollout/updates"] = (float(updates), 1.0)
+        self._steps, self._updates = self._steps + 1, self._updates + updates
+        self._barren += not self.harness.samples
+
+    @property
+    def _samples(self) -> str:
+        return str(getattr(self.harness.algorithm, "samples", "samples"))
 
     def _evened(self, groups: list[list[Samples]]) -> list[list[Samples]]:
         """Let all ranks take equally many updates; what a rank is short of weighs nothing."""
         if self.place.world == 1:
             return groups
-        most = max(self._trainer.session.gather(len(groups)))
         spare = next((sample for group in groups for sample in group), None) or next(iter(self._pending), None)
+        gather = self._trainer.session.gather
+        found = gather([len(groups), spare is None])
+        most = max(count for count, _ in found)
+        if most and any(lacks and count < most for count, lacks in found):
+            lent = next((batch for batch in gather(_as_json(spare)) if batch is not None), None)
+            spare = spare or (None if lent is None else Samples(json.loads(lent), 0))
         if len(groups) < most and spare is None:
-            raise RolloutError(f"rank {self.place.rank} collected no samples; collect more episodes per experience")
+            raise RolloutError(
+                f"rank {self.place.rank} collected no {self._samples}, and those of other ranks cannot be lent to it; "
+                "collect more episodes per experience"
+            )
         return groups + [[Samples(spare.batch, 0)] for _ in range(most - len(groups)) if spare is not None]
 
     def loss(self, samples: Samples) -> Loss:
         """Return the algorithm's loss of a batch."""
         mean, logs = self.harness.step(samples.batch)
+        self._learned += 1
+        self._trainer.session.tell("batches learned from", self._learned, self._to_learn)
         numbers = {str(name): value for name, value in logs.items() if is_number(value)}
         return Loss.mean(mean, samples.count, numbers)
 
@@ -120,14 +151,23 @@ class Experience:
         return 0.0
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Say how many steps there was nothing to learn from in."""
+        self.harness.sampler.report = None
+        if self._barren and self.place.rank == 0:
+            log.warning(
+                "%d of %d steps gave no %s to learn from%s",
+                self._barren, self._steps, self._samples,
+                "" if self._updates else ": no update was made, and the weights are those from before training",
+            )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """Return the batches that wait to be trained on."""
         everyone = [(self.place.rank, self._plain())]
         if self.place.world > 1:
             everyone = self._trainer.session.gather(everyone[0])
-        return {"pending": {str(rank): waiting for rank, waiting in everyone if waiting}}
+        counted = {"steps": self._steps, "barren": self._barren, "updates": self._updates}
+        pending = {str(rank): waiting for rank, waiting in everyone if waiting}
+        return {"pending": pending, "counted": counted, "cut_short": self._cut_short}
 
     def _plain(self) -> list[Any]:
         return [[sample.batch, sample.count] for sample in self._pending]
@@ -136,6 +176,22 @@ class Experience:
         """Take up the batches that waited."""
         waiting = state.get("pending", {}).get(str(self.place.rank), [])
         self._pending = [Samples(batch, count) for batch, count in waiting]
+        counted = state.get("counted", {})
+        self._steps, self._barren, self._updates = (counted.get(name, 0) for name in ("steps", "barren", "updates"))
+        if state.get("cut_short") and not self._trainer.session.length.reached(Progress(self._steps)):
+            log.warning(
+                "the run had ended with an update of %d of %d batches of gradient_accumulation_steps, which in one "
+                "longer run are part of a whole one: it goes on, but not bit for bit as that run would",
+                state["cut_short"], self.place.accumulate,
+            )  # fmt: skip
+
+
+def _as_json(samples: Samples | None) -> str | None:
+    """Return a batch as another rank can take it, if it is made of plain values."""
+    try:
+        return None if samples is None else json.dumps(samples.batch)
+    except (TypeError, ValueError):
+        return None
 
 
 def trained_module(system: Any) -> nn.Module:

@@ -6,7 +6,7 @@ A `Sampler` grows them; algorithms flatten them into samples.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,9 @@ class Graph:
 class Sampler(ABC):
     """Makes rollouts of a system. The documents call it an environment too."""
 
+    report: Callable[[str, int, int], None] | None = None
+    """Told what is done of how much while rollouts are made: `("rollouts", 3, 8)`."""
+
     def __init__(self, system: Any) -> None:
         self.system = system
 
@@ -65,7 +68,16 @@ class Sampler(ABC):
 
     def rollouts(self, seeds: Sequence[int]) -> list[Graph]:
         """Return one tree for each seed. Samplers that can grow several at once override this."""
-        return [self.rollout(seed) for seed in seeds]
+        graphs = []
+        for seed in seeds:
+            graphs.append(self.rollout(seed))
+            self.tell("rollouts", len(graphs), len(seeds))
+        return graphs
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Report how far the rollouts have come, if anyone listens."""
+        if self.report is not None:
+            self.report(what, done, total)
 
     def eval_rollout(self, seed: Any = None) -> Graph:
         """Return a tree for evaluation: from a seed, or from a prompt where the sampler takes one."""

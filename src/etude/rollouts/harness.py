@@ -10,15 +10,21 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from etude.errors import EtudeError, RolloutError
+from etude.errors import ConfigError, EtudeError, RolloutError
 from etude.rng import fold
 from etude.rollouts.graph import Graph, Sampler
 
 log = logging.getLogger("etude")
+_ASKED = ("flatten", "collate_fn", "step")
 
 
 class Solver(ABC):
     """An algorithm on rollouts: flattens trees into samples, collates samples, makes a loss of a batch."""
+
+    samples: str = "samples"
+    """What a sample is called in metrics and messages."""
+    no_samples: str = "the algorithm made none of them"
+    """Why rollouts may come without any."""
 
     def __init__(self, system: Any) -> None:
         self.system = system
@@ -60,6 +66,14 @@ class Harness:
             shuffle: Mix the samples of an experience.
             on_error: Whether a rollout that fails is left out, or ends the run. One that all fail in ends it anyway.
         """
+        if not callable(getattr(sampler, "rollout", None)) or not hasattr(sampler, "system"):
+            raise ConfigError(f"sampler must have rollout() and a system, as a Sampler has; got {_shown(sampler)}")
+        if isinstance(algorithm, type) or not all(hasattr(algorithm, name) for name in _ASKED):
+            raise ConfigError(f"algorithm must have {', '.join(_ASKED)}, as a Solver has; got {_shown(algorithm)}")
+        count: Any
+        for name, count in (("num_episodes_per_experience", num_episodes_per_experience), ("batch_size", batch_size)):
+            if not isinstance(count, int) or count < 1:
+                raise ConfigError(f"{name} must be a whole number from 1, got {count!r}")
         self.sampler, self.algorithm = sampler, algorithm
         self.num_episodes_per_experience, self.batch_size = num_episodes_per_experience, batch_size
         self.shuffle, self.on_error = shuffle, on_error
@@ -67,6 +81,9 @@ class Harness:
         """Rollouts of the last experience that failed."""
         self.graphs: list[Graph] = []
         """The rollouts of the last experience."""
+        self.samples = 0
+        """The samples that the algorithm made of them."""
+        self._has_warned = False
 
     def experience(
         self,
@@ -87,11 +104,24 @@ class Harness:
         seeds = [fold(seed, episode) >> 1 for episode in range(rank, self.num_episodes_per_experience, world)]
         self.graphs = self._collect(seeds)
         samples = [sample for graph in self.graphs for sample in self.algorithm.flatten(graph)]
+        self.samples = len(samples)
+        if not samples:
+            self._warn_once()
         if self.shuffle:
             order = np.random.Generator(np.random.Philox(fold(seed, rank, len(samples)))).permutation(len(samples))
             samples = [samples[index] for index in order]
         for first in range(0, len(samples), self.batch_size):
             yield collate(samples[first : first + self.batch_size])
+
+    def _warn_once(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            kind = getattr(self.algorithm, "samples", Solver.samples)
+            reason = getattr(self.algorithm, "no_samples", Solver.no_samples)
+            log.warning(
+                "%d rollouts gave no %s to learn from: %s; until there are some, no weight changes",
+                len(self.graphs), kind, reason,
+            )  # fmt: skip
 
     def _collect(self, seeds: Sequence[int]) -> list[Graph]:
         self.failures = 0
@@ -120,3 +150,7 @@ class Harness:
             raise TypeError(f"{type(self.algorithm).__name__}.step must return (loss, logs)")
         loss, logs = found
         return loss, logs or {}
+
+
+def _shown(given: Any) -> str:
+    return f"the class {given.__name__} itself" if isinstance(given, type) else type(given).__name__

@@ -59,11 +59,22 @@ class EvaluateRewards(Callback):
         self._rollouts = TextRollouts(
             **self._given, chat=data.chat, conversation=data.conversation, max_turns=data.max_turns
         )
+        if self._rollouts.rewards is not None:
+            self._rollouts.rewards.judge.release = trainer.session.written_tensors
         sampling = replace(data.sampling, greedy=self._greedy)
         if self._max_new_tokens is not None:
             sampling = replace(sampling, max_new_tokens=self._max_new_tokens)
         self._rollouts.sampling = sampling
         self._before = trainer.progress
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """End the process of the reward function."""
+        self._rollouts.close()
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """End the process of the reward function."""
+        if hasattr(self, "_rollouts"):
+            self._rollouts.close()
 
     def on_step_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Evaluate when it is due, and after the last step."""

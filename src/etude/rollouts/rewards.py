@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from etude.errors import RolloutError
+from etude.rng import fold
+from etude.rollouts.judge import EndedError, Judge, UnsentError
 from etude.rollouts.tasks import Task
+
+log = logging.getLogger("etude")
 
 RewardFunction = Callable[[Task, str], float | Mapping[str, float]]
 """From a task and a completion to a reward, or to a mapping with `reward` and other scores to log."""
 
 MOST_HUNG = 8
-"""Calls that may hang (each keeps a thread) before the run ends."""
+"""Calls that may hang one after the other before the run ends."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +39,27 @@ class Outcome:
 class Rewards:
     """Calls a reward function on completions, each within a time limit.
 
+    With a limit it runs in a process of its own (see `Judge`), which is killed and replaced when a call takes too long.
+    Where that cannot be, because CUDA is in use or the tasks cannot be sent, a thread is given up instead: that does
+    not help against a call that hangs inside C, and is said once.
+
     Args:
         function: The reward function.
         timeout_s: Seconds that one call may take; None calls it in place, with no limit.
-        on_error: What to do when it raises, returns no finite number, or takes too long: drop that rollout, or stop.
+        on_error: What to do when it raises, returns no finite number, takes too long or ends its process: drop that
+            rollout, or stop.
     """
+
+    glance: Callable[[], None] | None = None
+    """Called a few times a second while a call is waited for; may raise."""
 
     def __init__(
         self, function: RewardFunction, timeout_s: float | None = 10.0, on_error: Literal["drop", "stop"] = "drop"
     ) -> None:
         self.function, self.timeout_s, self.on_error = function, timeout_s, on_error
         self._hung = 0
+        self.judge = Judge(self._judge)
+        self._in_threads = False
 
     def __call__(self, tasks: Sequence[Task], texts: Sequence[str]) -> list[Outcome]:
         """Return an outcome for each completion."""
@@ -72,21 +89,57 @@ class Rewards:
         return Outcome(reward, scores)
 
     def _watched(self, items: Sequence[tuple[Task, str]], timeout_s: float) -> list[Outcome]:
-        """Work the items off in a thread; one that takes too long is given up together with its thread."""
+        """Work the items off elsewhere; one that takes too long is given up together with whoever works on it."""
         outcomes: list[Outcome] = []
+        seed = random.getrandbits(62)  # so that a function that draws draws the same in a resumed run
         while len(outcomes) < len(items):
-            work = _Work(self._judge, items[len(outcomes) :])
-            work.start()
-            outcomes += work.wait(timeout_s)
-            if len(outcomes) < len(items):
-                outcomes.append(Outcome(None, error=f"it took longer than {timeout_s:g} s"))
-                self._hung += 1
-                if self._hung > MOST_HUNG:
-                    raise RolloutError(
-                        f"the reward function took longer than {timeout_s:g} s on {self._hung} rollouts; mend it, or "
-                        "give it more time with reward_timeout_s"
-                    )
+            before, rest = len(outcomes), items[len(outcomes) :]
+            error = self._in_process(rest, outcomes, timeout_s, fold(seed, before))
+            if len(outcomes) > before and not self._in_threads:  # a thread that hangs stays
+                self._hung = 0
+            if error is not None:
+                outcomes.append(Outcome(None, error=error))
+                self._count_hung(timeout_s)
         return outcomes
+
+    def _in_process(
+        self, items: Sequence[tuple[Task, str]], outcomes: list[Outcome], timeout_s: float, seed: int
+    ) -> str | None:
+        """Add the outcomes up to one that there is none of, and return why."""
+        if not self._in_threads and _uses_cuda():
+            self._explain_threads("CUDA is in use, which does not survive a fork")
+        if not self._in_threads:
+            try:
+                for outcome in self.judge.call(items, timeout_s, seed, self.glance):
+                    outcomes.append(outcome)  # one by one: those before a failure stay
+            except (TimeoutError, EndedError) as error:
+                return str(error)
+            except UnsentError as error:
+                self._explain_threads(f"a task cannot be sent to it: {error}")
+            return None
+        work = _Work(self._judge, items)
+        work.start()
+        found = work.wait(timeout_s)
+        outcomes += found
+        return None if len(found) == len(items) else f"it took longer than {timeout_s:g} s"
+
+    def _explain_threads(self, reason: str) -> None:
+        self._in_threads = True
+        log.warning(
+            "the reward function gets no process of its own (%s): a call that hangs inside C cannot be ended", reason
+        )
+
+    def _count_hung(self, timeout_s: float) -> None:
+        self._hung += 1
+        if self._hung > MOST_HUNG:
+            raise RolloutError(
+                f"the reward function took longer than {timeout_s:g} s, or ended its process, on {self._hung} rollouts "
+                "in a row; mend it, or give it more time with reward_timeout_s"
+            )
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        self.judge.close()
 
 
 class _Work(threading.Thread):
@@ -118,6 +171,11 @@ class _Work(threading.Thread):
             if len(self._outcomes) == done and self._began == began and time.monotonic() - began >= timeout_s:
                 self._given_up = True
                 return self._outcomes[:done]
+
+
+def _uses_cuda() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
 
 
 def exact_match(task: Any, text: str) -> float:

@@ -53,7 +53,8 @@ class TextRollouts:
         top_k: Draw from this many likeliest tokens; 0 is all.
         stop: Texts that end a completion.
         chat: Put each prompt into the model's chat template as the user's message.
-        reward_timeout_s: Seconds that one call of the reward function may take; None for no limit.
+        reward_timeout_s: Seconds that one call of the reward function may take, in a process of its own, which sees
+            everything as it was at the first call; None calls it in place, with no limit.
         on_reward_error: What to do when the reward function fails: drop that rollout, or stop.
         conversation: Makes the partner of a conversation from a task; its turns give the reward.
         max_turns: Turns of a conversation at most.
@@ -110,6 +111,9 @@ class TextRollouts:
         self._trainer, self._gather = trainer, trainer.session.gather
         # Drawn as it is trained: what samples in float32 and learns in bfloat16 takes its own rounding for a ratio.
         self._arithmetic = trainer.session.precision.forward
+        if self.rewards is not None:
+            self.rewards.glance = trainer.session.heed_signals
+            self.rewards.judge.release = trainer.session.written_tensors
         algorithm = trainer.algorithm
         if not hasattr(algorithm, "experience"):
             raise ConfigError(
@@ -166,7 +170,9 @@ class TextRollouts:
         return step * self.prompts_per_step / len(self.tasks)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """End the process of the reward function."""
+        if self.rewards is not None:
+            self.rewards.close()
 
     # ---- drawing -------------------------------------------------------------------------------------------------
 

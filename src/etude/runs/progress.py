@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Five repaints a second look live and cost about 1 % of one core (2 ms each).
 REFRESH_INTERVAL_S = 0.2
+PART_INTERVAL_S = 5.0
+"""Silence after which a plain line tells how far a long step has come."""
 MOST_METRICS = 4
 _QUIET_GROUPS = ("lr/", "grad_norm/", "time/")
 _QUIET_NAMES = ("step", "epoch", "epochs", "tokens", "env_steps", "seconds")
@@ -40,6 +42,8 @@ class ProgressDisplay:
         self._live = self._enabled and is_terminal(self._stream)
         self._clock = clock
         self._painted_at = -math.inf
+        self._spoke_at = clock()
+        self._part = ""
         self._state: tuple[int, int | None, float | None, float | None] | None = None
         self._dirty = False
         self._metrics: dict[str, float] = {}
@@ -57,6 +61,7 @@ class ProgressDisplay:
         """Show `step` of `total_steps`; `rate` in steps per second, `eta` in seconds (else derived from the rate)."""
         if not self._enabled:
             return
+        self._part = ""
         if not self._live:
             if metrics:
                 self._write(plain_line(step, total_steps, metrics, rate, eta))
@@ -65,6 +70,19 @@ class ProgressDisplay:
             self._metrics.update(shown_metrics(metrics))
         self._state = (step, total_steps, rate, eta)
         self._dirty = True
+        if self._clock() - self._painted_at >= REFRESH_INTERVAL_S:
+            self._paint()
+
+    def update_part(self, step: int, total_steps: int | None, part: str) -> None:
+        """Show how far the step after `step` has come: beside the bar, or as a line after a silence."""
+        if not self._enabled:
+            return
+        if not self._live:
+            if self._clock() - self._spoke_at >= PART_INTERVAL_S:
+                self._write(f"step {step + 1}/{total_steps}: {part}" if total_steps else f"step {step + 1}: {part}")
+            return
+        self._part, self._dirty = part, True
+        self._state = self._state or (step, total_steps, None, None)
         if self._clock() - self._painted_at >= REFRESH_INTERVAL_S:
             self._paint()
 
@@ -98,6 +116,7 @@ class ProgressDisplay:
         self.close()
 
     def _write(self, text: str) -> None:
+        self._spoke_at = self._clock()
         try:
             self._stream.write(text + "\n")
             self._stream.flush()
@@ -114,7 +133,8 @@ class ProgressDisplay:
                 self._task = self._progress.add_task("training", total=total_steps, figures="")
                 self._progress.start()
             assert self._task is not None
-            figures = "  ".join(_figures(self._metrics, rate, _remaining(step, total_steps, rate, eta)))
+            shown = _figures(self._metrics, rate, _remaining(step, total_steps, rate, eta))
+            figures = "  ".join([self._part, *shown] if self._part else shown)
             self._progress.update(self._task, completed=step, total=total_steps, figures=figures)
             self._progress.refresh()
         except (OSError, ValueError):

@@ -183,7 +183,7 @@ def test_the_schema_can_be_exported() -> None:
 
 def test_a_loaded_configuration_cannot_be_changed(config: Config) -> None:
     loaded = config()
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(ValueError, match="lr cannot be changed once it is set"):
         loaded.config.training.lr = 3.0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from tests.unit.redteam.tiny_models import Share, make_sampler, tiny
 
 DEV_PROMPTS = ["a cage", "a big bed"]
-logger = logging.getLogger("etude")
 
 
 @pytest.fixture(autouse=True)
@@ -102,9 +100,12 @@ def test_periodic_evaluation_and_checkpoints() -> None:
     assert sorted(os.listdir("checkpoints")) == ["best", "last"]
 
 
-def test_a_custom_trainer() -> None:
+def test_a_custom_trainer(caplog: pytest.LogCaptureFixture) -> None:
     from etude import Trainer, TrainingConfiguration
+    from etude.logging import logger
     from etude.redteam import DPO
+
+    caplog.set_level("INFO", "etude")
 
     class MyConfig(TrainingConfiguration):
         def __init__(self) -> None:
@@ -155,6 +156,7 @@ def test_a_custom_trainer() -> None:
     before = [p.clone() for p in sampler.system.parameters()]
     MyTrainer(MyConfig(), sampler, DPO(sampler.system), dev_prompts=DEV_PROMPTS).train()
     assert sorted(os.listdir("checkpoints")) == ["0", "1"]
+    assert [record.getMessage()[:5] for record in caplog.records] == ["dev 0", "dev 1"]
     assert any(not torch.equal(a, b) for a, b in zip(before, sampler.system.parameters()))
 
 

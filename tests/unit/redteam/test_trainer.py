@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from etude import Trainer, TrainingConfiguration
+from etude import Callback, Trainer, TrainingConfiguration
 from etude.config.training import EarlyStopping
+from etude.errors import ConfigError
 from etude.policies.language.model import LanguageModel
 from etude.redteam.algorithms import DPO, PPO
 from etude.redteam.embeddings import NoveltyScorer
@@ -62,9 +63,7 @@ def test_best_follows_the_dev_score_and_last_is_the_last(tmp_path: Path) -> None
     class Told(HFASTTrainer):
         def evaluate(self) -> Any:
             states.append({k: v.clone() for k, v in self.policy.state_dict().items()})
-            score = next(scores)
-            self._keep(score)
-            return {"score": score}
+            return {"score": next(scores)}
 
     sampler = make_sampler()
     config = HFASTConfiguration(training_steps=3, lr=1e-2)
@@ -80,6 +79,131 @@ def test_best_follows_the_dev_score_and_last_is_the_last(tmp_path: Path) -> None
         loaded = LanguageModel.from_pretrained(tmp_path / "checkpoints" / tag, value_head=True).state_dict()
         assert all(torch.equal(loaded[name], value) for name, value in states[number].items()), tag
     assert (tmp_path / "run" / "checkpoints" / "best").resolve().name == "step-00000002"
+
+
+def test_another_evaluation_with_another_metric_decides_what_is_best(tmp_path: Path) -> None:
+    found = iter([0.2, 0.1, 0.5])
+
+    class Told(HFASTTrainer):
+        def evaluate(self) -> Any:
+            return {"boredom": next(found)}
+
+    config = HFASTConfiguration(training_steps=3, lr=1e-2, best_metric="eval/boredom", best_mode="min")
+    sampler = make_sampler()
+    trainer = Told(
+        config, sampler, DPO(sampler.system), dev_prompts=DEV, eval_every=1, ckpt_dir=tmp_path / "checkpoints",
+        run=tmp_path / "run", loggers=[], show_progress=False,
+    )  # fmt: skip
+    result = trainer.train()
+    assert trainer.best_score == 0.1 and (tmp_path / "checkpoints" / "best").is_dir()
+    assert result.best is not None and result.best.name == "step-00000002"
+
+
+def test_an_evaluation_that_ranks_nothing_says_what_it_must_return(tmp_path: Path, caplog: Any) -> None:
+    class Told(HFASTTrainer):
+        found: Any = {"boredom": 0.5}
+
+        def evaluate(self) -> Any:
+            return self.found
+
+    sampler = make_sampler()
+    settings: dict[str, Any] = {"ckpt_dir": None, "run": False, "show_progress": False, "dev_prompts": DEV}
+    config = HFASTConfiguration(training_steps=2, evaluate_every=1)
+    trainer = Told(config, sampler, DPO(sampler.system), **settings)
+    trainer.train()
+    said = [record.getMessage() for record in caplog.records if "ranked by eval/score" in record.getMessage()]
+    assert said == [
+        "evaluate() returned eval/boredom, but checkpoints are ranked by eval/score: none is kept as the best; return "
+        "that, or set training.best_metric and training.best_mode"
+    ]
+    trainer = Told(config, sampler, DPO(sampler.system), **settings)
+    trainer.found = 0.5
+    with pytest.raises(ConfigError, match="evaluate must return a dictionary of numbers, got float"):
+        trainer.train()
+
+
+def test_the_best_that_is_the_last_is_on_disk_once(tmp_path: Path) -> None:
+    make(tmp_path, eval_every=4).train()
+    kept = [(tmp_path / "checkpoints" / tag / "model.safetensors").stat() for tag in ("best", "last")]
+    assert kept[0].st_ino == kept[1].st_ino
+    make(tmp_path, dev_prompts=None).train()
+    kept = [(tmp_path / "checkpoints" / tag / "model.safetensors").stat() for tag in ("best", "last")]
+    assert kept[0].st_ino != kept[1].st_ino
+
+
+def test_large_checkpoints_are_announced_and_few_are_kept(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    config = HFASTConfiguration(training_steps=4, lr=1e-2, save_every=1)
+    make(tmp_path, config=config, run=tmp_path / "small", dev_prompts=None).train()
+    assert not caplog.records
+    monkeypatch.setattr("etude.engines.record.LARGE_BYTES", 1)
+    make(tmp_path, config=config, run=tmp_path / "large").train()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("each checkpoint takes 0.0 GB (policy 0.0, optimizer 0.0), and up to 2 are kept in ")
+    kept = [path for path in (tmp_path / "large" / "checkpoints").iterdir() if not path.is_symlink()]
+    assert len(kept) <= 2, "the last, and the best"
+
+
+def test_a_schedule_that_is_laid_out_anew_is_said(tmp_path: Path, caplog: Any) -> None:
+    for steps in (2, 3):
+        config = HFASTConfiguration(training_steps=steps, schedule="cosine")
+        make(tmp_path, config=config, run=tmp_path / "run", dev_prompts=None).train()
+    assert "laid out over 2 steps, and now is over 3" in caplog.text
+
+
+class Even(Share):
+    """Thinks alike of everything."""
+
+    def score(self, texts: Sequence[str]) -> list[float]:
+        return [0.5] * len(texts)
+
+
+def test_a_run_without_pairs_says_so_at_once_and_at_the_end(tmp_path: Path, caplog: Any) -> None:
+    sampler = make_sampler(scorer=Even(), likelihood_weight=0.0)
+    before = [p.clone() for p in sampler.system.parameters()]
+    rows: list[dict[str, float]] = []
+
+    class Notes(Callback):
+        def on_log(self, trainer: Trainer, step: int, metrics: Any) -> None:
+            rows.append(dict(metrics))
+            assert len(caplog.records) == 1, "after the first step, and not in every one"
+
+    make(tmp_path, sampler, dev_prompts=None, callbacks=[Notes()]).train()
+    assert [row["train/rollout/pairs"] for row in rows] == [row["train/rollout/updates"] for row in rows] == [0.0] * 4
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "2 rollouts gave no pairs to learn from: all probes of each context earned the same, or said the same; until "
+        "there are some, no weight changes",
+        "4 of 4 steps gave no pairs to learn from: no update was made, and the weights are those from before training",
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(before, sampler.system.parameters()))
+
+
+def test_pairs_and_updates_of_each_step_are_logged(tmp_path: Path, caplog: Any) -> None:
+    config = HFASTConfiguration(training_steps=1, batch_size=2, num_episodes_per_experience=3)
+    result = make(tmp_path, make_sampler(width=2, depth=2), config=config, dev_prompts=None).train()
+    pairs = result.metrics["train/rollout/pairs"]
+    assert 0 < pairs <= 9
+    assert result.metrics["train/rollout/updates"] == -(-pairs // 2)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("accumulate, is_exact", [(1, True), (4, False)])
+def test_a_finished_run_made_longer_is_one_long_run_or_says_that_it_is_not(
+    tmp_path: Path, caplog: Any, accumulate: int, is_exact: bool
+) -> None:
+    def train(name: str, steps: int) -> None:
+        config = HFASTConfiguration(
+            training_steps=steps, lr=1e-2, gradient_accumulation_steps=accumulate, ema_decay=0.9, log_every=1,
+            num_episodes_per_experience=1,
+        )  # fmt: skip
+        make(tmp_path, config=config, run=tmp_path / name, ckpt_dir=tmp_path / f"{name}-hf", dev_prompts=None).train()
+
+    train("whole", 4)
+    train("parts", 3)
+    assert not caplog.records
+    train("parts", 4)
+    assert (compare(tmp_path / "parts", tmp_path / "whole") is None) is is_exact
+    assert ("not bit for bit" in caplog.text) is not is_exact
 
 
 def test_averaged_weights_are_what_is_kept(tmp_path: Path) -> None:
@@ -196,3 +320,19 @@ def test_two_ranks_share_episodes_and_dev_prompts(tmp_path: Path) -> None:
     assert run_ranks(train, 2) == [0, 0]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best", "last"]
     assert '"eval/score"' in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_a_rank_without_pairs_borrows_some_from_another(tmp_path: Path) -> None:
+    class Alike(Share):
+        def score(self, texts: Sequence[str]) -> list[float]:
+            return [0.5] * len(texts) if os.environ["RANK"] == "1" else super().score(texts)
+
+    def train() -> None:
+        torch.set_num_threads(1)
+        sampler = make_sampler(width=3, depth=1, scorer=Alike(), likelihood_weight=0.0, auditor=tiny(0))
+        config = HFASTConfiguration(training_steps=2, batch_size=2, num_episodes_per_experience=4, log_every=1)
+        result = make(tmp_path, sampler, config=config, dev_prompts=None).train()
+        assert result.metrics["train/rollout/updates"] > 0
+
+    assert run_ranks(train, 2) == [0, 0]

@@ -238,15 +238,15 @@ def test_a_partner_that_fails_costs_one_rollout() -> None:
     "options, algorithm, message",
     [
         ({"temperature": 0.7}, GRPO(), "drawn at temperature 0.7"),
-        ({}, "none", "need an algorithm that learns from rewards"),
+        ({}, None, "need an algorithm that learns from rewards"),
         ({"group_size": 0}, GRPO(), "must be at least 1"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_drawn(options: Any, algorithm: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         data = TextRollouts("digits", **{"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, **options})
-        trainer = make(data=data, algorithm=algorithm)
-        trainer.algorithm = None if algorithm == "none" else algorithm
+        trainer = make(data=data, algorithm=GRPO())
+        trainer.algorithm = algorithm
         trainer.fit()
 
 

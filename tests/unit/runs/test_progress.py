@@ -180,3 +180,15 @@ def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
 )
 def test_figures_are_short(value: float, text: str) -> None:
     assert format_figure(value) == text
+
+
+def test_a_long_step_shows_its_parts_after_a_silence() -> None:
+    stream, now = io.StringIO(), [0.0]
+    display = ProgressDisplay(stream=stream, clock=lambda: now[0])
+    for at_s, part in [(1.0, "turns 1/8"), (6.0, "turns 2/8"), (7.0, "turns 3/8"), (11.0, "turns 4/8")]:
+        now[0] = at_s
+        display.update_part(0, 10, part)
+    display.update(1, 10, {"loss": 0.5})
+    now[0] = 12.0
+    display.update_part(1, None, "turns 1/8")
+    assert stream.getvalue().splitlines() == ["step 1/10: turns 2/8", "step 1/10: turns 4/8", "step 1/10  loss 0.5"]

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from etude.engines.optimizers import freeze
 from etude.engines.precision import Precision
 from etude.errors import ConfigError, one_line
-from etude.registry import REGISTRIES, load_plugins, loaded_plugins
+from etude.plugins import load_plugins, loaded_plugins
+from etude.registry import REGISTRIES
 from etude.rng import generators_kept
 from etude.runs.directory import Run
 from etude.secrets import known_secrets, register_secret
@@ -63,7 +64,6 @@ def pack(trainer: Trainer, directory: Path | None, put: Put) -> Parcel:
     shipped = copy.copy(trainer)
     vars(shipped).pop("session", None)  # of an earlier fit in this process
     shipped.engine = "torch"
-    shipped._optimizer = None
     shipped.run_request = False if directory is None else Run(directory)
     shipped.run = None
     threads = os.environ.get("OMP_NUM_THREADS", "")

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from etude.errors import CheckpointError, ConfigError
+from etude.errors import CheckpointError, ConfigError, as_path
 from etude.low_precision import require_low_precision_of
 from etude.policies.language import llama
 from etude.policies.language.decoder import CachedDecoder, Decoder
@@ -115,10 +115,10 @@ class LanguageModel(nn.Module):
                 for LoRA, whose adapters are float32.
             seed: Seed of the adapters; None draws one from the global generator.
         """
-        path = Path(path_or_id)
+        path, place = as_path(path_or_id, "a model"), str(path_or_id)  # as written: `./a/b` is no hub id
         if gguf_file is None and path.suffix == ".gguf":
-            path, gguf_file = path.parent, path.name
-        policy = cls._build(Source(str(path), gguf_file, dtype=dtype), Lora.of(lora), value_head, seed)
+            path, place, gguf_file = path.parent, str(path.parent), path.name
+        policy = cls._build(Source(place, gguf_file, dtype=dtype), Lora.of(lora), value_head, seed)
         if policy.value_head is not None and (path / VALUE_HEAD_FILE).is_file():
             policy._load_value_head(path / VALUE_HEAD_FILE)
         return policy
@@ -160,7 +160,7 @@ class LanguageModel(nn.Module):
 
         from etude.policies.language.smollm2 import quiet_transformers
 
-        directory = Path(directory)
+        directory = as_path(directory, "where the model goes")
         model = merged(self.model) if self.is_lora else self.model
         with quiet_transformers():
             model.save_pretrained(directory)

@@ -11,6 +11,7 @@ import torch
 from etude.errors import CheckpointError, ConfigError
 from etude.low_precision import require_low_precision
 from etude.policies.language.extras import import_llm
+from etude.policies.language.locate import locate_model
 from etude.policies.language.smollm2 import load_gguf, quiet_transformers, smollm2_path
 from etude.policies.language.tiny import Tiny
 from etude.rng import generators_kept, seed_everything
@@ -58,7 +59,9 @@ class Source:
 
     def _local(self) -> str:
         path = str(self.path)
-        return str(smollm2_path()) if path == "smollm2" and not Path(path).exists() else path
+        if path == "smollm2" and not Path(path).exists():
+            return str(smollm2_path())
+        return locate_model(path)
 
     def _explained(self) -> _Explained:
         return _Explained(str(self.path))
