@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from etude import protocols, registry
+from etude import plugins, protocols, registry
 from etude.errors import RegistryError
 from etude.plugins import load_plugins
 from etude.registry import (
