@@ -1,4 +1,4 @@
-"""One `Registry` class and the named registries. Imports no torch.
+"""One `Registry` class, the named registries, and the plugins that fill them. Imports no torch.
 
 A registry maps keys to classes (or functions) that fit what it is a registry of. Built-in components are named as
 `module:attribute` and imported when they are used; a plugin registers its own:
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from etude import protocols
 from etude.errors import MissingExtraError, RegistryError
+from etude.signatures.fit import lacks, offers
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -134,7 +135,7 @@ class Registry(Generic[T]):
             if self._functions:
                 return
             raise RegistryError(f"{self.noun} {key!r} must be a class; {_home(component)} is a function")
-        lacks = [_lacks(component, protocol) for protocol in self._protocols]
+        lacks = [lacks(component, protocol) for protocol in self._protocols]
         if lacks and all(lacks):
             wanted = " or ".join(dict.fromkeys(" and ".join(missing) for missing in lacks))
             raise RegistryError(f"{self.noun} {key!r}: {_home(component)} does not fit; it lacks {wanted}")
@@ -284,33 +285,6 @@ def _same_definition(one: Any, other: Any) -> bool:
         homes.append(file and (os.path.realpath(file), component.__qualname__, component.__module__))
     first, second = homes
     return bool(first and second and first[:2] == second[:2] and first[2] != second[2])
-
-
-def _lacks(component: type, protocol: type | str) -> list[str]:
-    """Name what a class lacks of a protocol; for `build` methods the arguments must fit too."""
-    names = protocol.split() if isinstance(protocol, str) else _members(protocol)
-    missing = [f"{name}()" for name in names if not _has(component, name)]
-    if missing or isinstance(protocol, str) or names != ["build"]:
-        return missing
-    # Factories of all kinds are called `build`: only its arguments tell a dataset factory from an optimizer factory.
-    wanted = [p for p in inspect.signature(vars(protocol)["build"]).parameters if p != "self"]
-    try:
-        inspect.signature(component.build).bind(None, *wanted)  # type: ignore[attr-defined]
-    except TypeError:
-        return [f"build({', '.join(wanted)})"]
-    except ValueError:  # written in C: it cannot be asked
-        return []
-    return []
-
-
-def _members(protocol: type) -> list[str]:
-    return [name for name, value in vars(protocol).items() if inspect.isfunction(value) and name[0] != "_"]
-
-
-def _has(component: type, name: str) -> bool:
-    member = getattr(component, name, None)
-    # torch.nn.Module has a `forward` that only raises.
-    return callable(member) and getattr(member, "__name__", "") != "_forward_unimplemented"
 
 
 # ---- the named registries --------------------------------------------------------------------------------------------
@@ -501,7 +475,7 @@ def _with_build(own: Signature, factory: Any) -> Signature:
 
 def is_dataset_factory(component: Any) -> bool:
     """Tell whether a component of the data registry builds data rather than being data."""
-    is_data = any(_has(component, name) for name in ("take", "__getitem__", "__iter__"))
+    is_data = any(offers(component, name) for name in ("take", "__getitem__", "__iter__"))
     return hasattr(component, "build") and not is_data
 
 
@@ -510,9 +484,86 @@ def is_train_step(component: Any) -> bool:
     return hasattr(component, "train_step") and not hasattr(component, "fit")
 
 
-# ---- entry points ----------------------------------------------------------------------------------------------------
+# ---- plugins and entry points ----------------------------------------------------------------------------------------
 
+_PLUGIN_FILES: dict[str, str] = {}
+"""Real path of every plugin that was loaded -> the name of its module."""
 _entry_points_read = False
+
+
+def is_plugin_file(plugin: str) -> bool:
+    """Tell whether a plugin is named as a file rather than as a module."""
+    return plugin.endswith(".py") or "/" in plugin or os.sep in plugin
+
+
+def loaded_plugins() -> list[str]:
+    """Name what `load_plugins` has loaded, in that order, so that another process can load the same."""
+    return [path if name.startswith("etude_plugin_") else name for path, name in _PLUGIN_FILES.items()]
+
+
+def load_plugins(modules: Iterable[str]) -> None:
+    """Import each plugin once, by module name or by the path of a Python file; its components register themselves."""
+    for plugin in modules:
+        before = {name: dict(registry._entries) for name, registry in REGISTRIES.items()}
+        try:
+            _load_file(plugin) if is_plugin_file(plugin) else _load_module(plugin)
+        # A plugin is the user's code and may raise anything: the error must name the plugin, and what it had
+        # registered before must not stand in the way of the next attempt.
+        except (Exception, SystemExit) as error:
+            for name, registry in REGISTRIES.items():
+                registry._entries = before[name]
+            if isinstance(error, RegistryError):
+                raise RegistryError(f"plugin {plugin!r}: {error}") from error
+            raise RegistryError(f"plugin {plugin!r} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _load_module(name: str) -> None:
+    if name in sys.modules:
+        return
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None and os.getcwd() not in sys.path and "" not in sys.path:
+        # `python -m` looks in the working directory, an installed command does not: plugins are found either way.
+        sys.path.append(os.getcwd())
+        importlib.invalidate_caches()
+        spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"no module named {name!r} in the environment or the working directory")
+    if spec.origin and os.path.realpath(spec.origin) in _PLUGIN_FILES:
+        return
+    importlib.import_module(name)
+    if spec.origin:
+        _PLUGIN_FILES[os.path.realpath(spec.origin)] = name
+
+
+def _load_file(path: str) -> None:
+    real = os.path.realpath(os.path.expanduser(path))
+    if real in _PLUGIN_FILES:
+        return
+    if not os.path.isfile(real):
+        raise FileNotFoundError("no such file")
+    for module in list(sys.modules.values()):
+        if os.path.realpath(getattr(module, "__file__", None) or "") == real:
+            _PLUGIN_FILES[real] = module.__name__
+            return
+    name = "etude_plugin_" + os.path.splitext(os.path.basename(real))[0]
+    while name in sys.modules:
+        name += "_"
+    # As a package of its folder, a file may import its siblings: `from .sibling import x`.
+    spec = importlib.util.spec_from_file_location(name, real, submodule_search_locations=[os.path.dirname(real)])
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and type hints look their module up while it is being imported
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        for loaded in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
+            del sys.modules[loaded]
+        raise
+    _PLUGIN_FILES[real] = name
 
 
 def load_entry_points() -> None:
@@ -522,8 +573,6 @@ def load_entry_points() -> None:
         return
     _entry_points_read = True
     from importlib.metadata import entry_points
-
-    from etude.plugins import load_plugins
 
     every = entry_points()
     for registry in REGISTRIES.values():

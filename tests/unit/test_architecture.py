@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "config.yaml12",
     ),
     ("signatures",),
-    ("registry", "plugins"),
+    ("registry",),
     ("runs", "low_precision", "low_precision_probe"),
     ("policies", "data", "algorithms", "rollouts", "callbacks"),
     ("engines",),
@@ -49,7 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LAYER_OF = {name: height for height, names in enumerate(LAYERS) for name in names}
 # Narrower than their layer allows.
 ONLY = {
-    "registry": {"errors", "lazy", "plugins", "protocols", "signatures"},
+    "registry": {"errors", "lazy", "protocols", "signatures"},
     "runs": {"errors", "duration", "protocols", "secrets", "types", "config.training", "config.yaml12", "runs"},
 }
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from etude import plugins, protocols, registry
+from etude import protocols, registry
 from etude.errors import RegistryError
-from etude.plugins import load_plugins
 from etude.registry import (
     CALLBACK_REGISTRY,
     DATASET_BUILDER_REGISTRY,
@@ -23,18 +22,19 @@ from etude.registry import (
     TRAINER_REGISTRY,
     Lazy,
     Registry,
+    load_plugins,
 )
 
 
 @pytest.fixture(autouse=True)
 def registries_restored() -> Iterator[None]:
     entries = {name: dict(one._entries) for name, one in REGISTRIES.items()}
-    files, modules = dict(plugins._PLUGIN_FILES), dict(sys.modules)
+    files, modules = dict(registry._PLUGIN_FILES), dict(sys.modules)
     yield
     for name, one in REGISTRIES.items():
         one._entries = entries[name]
-    plugins._PLUGIN_FILES.clear()
-    plugins._PLUGIN_FILES.update(files)
+    registry._PLUGIN_FILES.clear()
+    registry._PLUGIN_FILES.update(files)
     for name in set(sys.modules) - set(modules):
         if name.startswith(("etude_plugin_", "plug")):
             del sys.modules[name]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from etude.cli.acting import find_policy, read_options
 from etude.cli.counting import Counting
 from etude.cli.output import print_json, print_table, say
-from etude.plugins import load_plugins
+from etude.registry import load_plugins
 
 if TYPE_CHECKING:
     from etude.rollouts.results import EpisodeRow, EvaluationResult

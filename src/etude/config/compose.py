@@ -12,7 +12,7 @@ from etude.config.origins import DEFAULT, Layer, Origin
 from etude.config.presets import locate
 from etude.config.yaml12 import Path, ReadError
 from etude.errors import ConfigError
-from etude.plugins import is_plugin_file
+from etude.registry import is_plugin_file
 from etude.secrets import redact
 
 COMPONENTS = ("policy", "data", "eval_data", "algorithm", "loss", "trainer", "engine")

@@ -73,9 +73,9 @@ def _restore(run: Path, checkpoint: Checkpoint, cls: type[PolicyModule] | None) 
 
 
 def _describe(description: Any, checkpoint: Path, run: Path, cls: type[PolicyModule] | None) -> Any:
-    from etude.plugins import load_plugins
     from etude.policies.base import PolicyModule
     from etude.policies.pretrained import from_description
+    from etude.registry import load_plugins
     from etude.runs.directory import Run
 
     load_plugins(Run(run).read_config().get("plugins") or [])

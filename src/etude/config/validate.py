@@ -15,8 +15,7 @@ from etude.config.training import OptimizerConfiguration
 from etude.config.wording import explain_errors
 from etude.config.yaml12 import Path
 from etude.errors import RegistryError
-from etude.plugins import load_plugins
-from etude.registry import REGISTRIES, Registry, is_dataset_factory, is_train_step
+from etude.registry import REGISTRIES, Registry, is_dataset_factory, is_train_step, load_plugins
 from etude.signatures import Signature
 
 KINDS = {

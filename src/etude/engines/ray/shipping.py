@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from etude.engines.optimizers import freeze
 from etude.engines.precision import Precision
 from etude.errors import ConfigError, one_line
-from etude.plugins import load_plugins, loaded_plugins
-from etude.registry import REGISTRIES
+from etude.registry import REGISTRIES, load_plugins, loaded_plugins
 from etude.rng import generators_kept
 from etude.runs.directory import Run
 from etude.secrets import known_secrets, register_secret
