@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from etude import protocols
 from etude.errors import MissingExtraError, RegistryError
-from etude.signatures.fit import lacks, offers
+from etude.signatures.fit import missing_of, offers
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -135,7 +135,7 @@ class Registry(Generic[T]):
             if self._functions:
                 return
             raise RegistryError(f"{self.noun} {key!r} must be a class; {_home(component)} is a function")
-        lacks = [lacks(component, protocol) for protocol in self._protocols]
+        lacks = [missing_of(component, protocol) for protocol in self._protocols]
         if lacks and all(lacks):
             wanted = " or ".join(dict.fromkeys(" and ".join(missing) for missing in lacks))
             raise RegistryError(f"{self.noun} {key!r}: {_home(component)} does not fit; it lacks {wanted}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 
 
-def lacks(component: type, protocol: type | str) -> list[str]:
-    """Name what a class lacks of a protocol; for `build` methods the arguments must fit too."""
+def missing_of(component: type, protocol: type | str) -> list[str]:
+    """Name what a class missing_of of a protocol; for `build` methods the arguments must fit too."""
     names = protocol.split() if isinstance(protocol, str) else _members(protocol)
     missing = [f"{name}()" for name in names if not offers(component, name)]
     if missing or isinstance(protocol, str) or names != ["build"]:
