@@ -52,6 +52,10 @@ class Run:
         """The name of the directory."""
         return self.dir.resolve().name
 
+    def exists(self) -> bool:
+        """Tell whether the directory holds what a run leaves behind."""
+        return any((self.dir / name).exists() for name in ("status.json", "metrics.jsonl", "checkpoints"))
+
     @property
     def config_path(self) -> Path:
         """Where the resolved configuration is."""
