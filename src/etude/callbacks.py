@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from etude.config.training import EarlyStopping
@@ -223,7 +223,7 @@ def describe_start(trainer: Trainer) -> str:
     trained, total = sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
     of_all = f" of {total:,}" if trained != total else ""
     dataset = getattr(session.data, "dataset", None)
-    samples = f" on {len(dataset):,} samples" if hasattr(dataset, "__len__") else ""
+    samples = f" on {len(dataset):,} samples" if isinstance(dataset, Sized) else ""
     ranks = f", {session.group.world} ranks" if session.group.world > 1 else ""
     folder = session.record.directory
     place = f"into {folder}" if folder is not None else "keeping nothing"
