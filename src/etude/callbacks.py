@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from etude.config.training import EarlyStopping
@@ -184,6 +184,8 @@ class ShowProgress(Callback):
         from etude.runs.progress import ProgressDisplay
 
         self.display = ProgressDisplay()
+        if not trainer.session.finished:
+            self.display.message(describe_start(trainer))
         self._start = (trainer.progress.step, time.perf_counter())
 
     def on_step_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
@@ -226,3 +228,17 @@ class ShowProgress(Callback):
         """Leave the terminal clean."""
         if self.display is not None:
             self.display.close()
+
+
+def describe_start(trainer: Trainer) -> str:
+    """Return one line on what begins: parameters, samples, device and folder, as far as they are known."""
+    session = trainer.session
+    sizes = [(weight.numel(), weight.requires_grad) for weight in session.policy.parameters()]
+    trained, total = sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+    of_all = f" of {total:,}" if trained != total else ""
+    dataset = getattr(session.data, "dataset", None)
+    samples = f" on {len(dataset):,} samples" if isinstance(dataset, Sized) else ""
+    ranks = f", {session.group.world} ranks" if session.group.world > 1 else ""
+    folder = session.record.directory
+    place = f"into {folder}" if folder is not None else "keeping nothing"
+    return f"training {trained:,}{of_all} parameters{samples}, device {session.group.device}{ranks}, {place}"

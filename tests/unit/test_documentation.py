@@ -27,3 +27,14 @@ def test_python_blocks_run(source: str, tmp_path: Path, child_env: dict[str, str
         command, cwd=tmp_path, env=child_env, capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_no_two_pages_write_one_folder() -> None:
+    """Whoever follows two pages in one place must not mix a dataset or a run of the one with the other's."""
+    writers: dict[str, set[str]] = {}
+    for page in PAGES:
+        for block in BLOCK.findall(page.read_text(encoding="utf-8")):
+            for folder in re.findall(r"""(?:LeRobotWriter\(|\brun=)["']([^"']+)["']""", block):
+                writers.setdefault(folder, set()).add(page.name)
+    assert len(writers) > 3
+    assert {folder: pages for folder, pages in writers.items() if len(pages) > 1} == {}

@@ -184,6 +184,20 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path / "run" / "checkpoints").load().step == 10
 
 
+def test_training_begins_with_one_line_on_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        trainer = make(run=tmp_path / "run")
+        trainer.show_progress = True
+        trainer.fit()
+    size = sum(weight.numel() for weight in trainer.policy.parameters())
+    said = capsys.readouterr().err.splitlines()
+    begins = f"training {size:,} parameters on 40 samples, device cpu, into {tmp_path / 'run'}"
+    assert said[0] == begins
+    assert said.count(begins) == 1  # a finished run does not begin again
+    make(run=tmp_path / "quiet").fit()
+    assert capsys.readouterr().err == ""
+
+
 def test_two_named_optimizers_each_update_their_own(tmp_path: Path) -> None:
     optimizers = {
         "first": OptimizerConfiguration(match=["0.*"], type="sgd", lr=0.1, clip_norm=0.1),

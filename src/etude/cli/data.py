@@ -45,7 +45,8 @@ def view(
     root: Root,
     episode: Annotated[int, typer.Option("--episode", metavar="N", min=0, help="Which episode.")] = 0,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it [DATASET-episode-N.html].")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Where to write it [views/DATASET-episode-N.html]."),
     ] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> None:

@@ -95,7 +95,7 @@ def view_episode(root: str, episode: int, output: Path | None, *, open_page: boo
     from etude.data.lerobot.page import write_page
 
     dataset = _open(root, None, cache_gb=0.0)
-    target = output or Path(f"{dataset.root.resolve().name}-episode-{episode}.html")
+    target = output or Path("views", f"{dataset.root.resolve().name}-episode-{episode}.html")
     say(str(write_page(dataset, episode, target)))
     if open_page:
         import webbrowser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,29 +41,58 @@ def evaluate_source(
     output = output or default_output(source)
     from etude.rollouts.evaluate import evaluate_policy
 
-    counting = Counting("episode", episodes * len(envs))
-    seen: list[bool] = []
-
-    def show(row: EpisodeRow) -> None:
-        seen.append(row.success)
-        counting.show(len(seen), f"{sum(seen)} succeeded")
-
-    try:
+    stem = output / f"{'+'.join(env.replace('/', '-').replace(':', '-') for env in envs)}-{split}"
+    total = episodes * len(envs)
+    with _Showing(total, min(videos, total), stem, as_json=as_json) as showing:
         result = evaluate_policy(
             policy, list(envs), episodes=episodes, split=split, seed=seed, slots=slots, workers=workers,
-            video_dir=output / "videos" if videos else None, videos=videos, options=options, on_episode=show,
+            video_dir=output / "videos" if videos else None, videos=videos, options=options,
+            on_episode=showing.show_episode, on_film=showing.show_film,
         )  # fmt: skip
-    finally:
-        counting.close()
-    name = "+".join(env.replace("/", "-").replace(":", "-") for env in envs)
-    stem = output / f"{name}-{split}"
-    result.to_json(stem.with_name(stem.name + ".json"))
-    result.to_csv(stem.with_name(stem.name + ".csv"))
+    _keep(result, stem)
     if as_json:
         print_json(result.to_dict())
         return
-    print_result(result)
+    if not videos:
+        print_result(result)
+    for path in result.videos:
+        say(f"video: {path}")
     say(f"results: {stem}.json, {stem}.csv")
+
+
+class _Showing:
+    """Counts episodes, tells the rate as soon as it is known, and counts films."""
+
+    def __init__(self, episodes: int, films: int, stem: Path, *, as_json: bool) -> None:
+        self._episodes, self._films = Counting("episode", episodes), Counting("film", films)
+        self._stem, self._as_json = stem, as_json
+        self._seen: list[bool] = []
+
+    def show_episode(self, row: EpisodeRow) -> None:
+        self._seen.append(row.success)
+        self._episodes.show(len(self._seen), f"{sum(self._seen)} succeeded")
+
+    def show_film(self, result: EvaluationResult) -> None:
+        if result.videos:
+            self._films.show(len(result.videos))
+            return
+        self._episodes.close()
+        _keep(result, self._stem)  # whatever becomes of the films
+        if not self._as_json:
+            print_result(result)
+            sys.stdout.flush()
+
+    def __enter__(self) -> _Showing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._films.close()
+        self._episodes.close()
+
+
+def _keep(result: EvaluationResult, stem: Path) -> None:
+    result.to_json(stem.with_name(stem.name + ".json"))
+    result.to_csv(stem.with_name(stem.name + ".csv"))
 
 
 def print_result(result: EvaluationResult) -> None:
@@ -85,8 +115,6 @@ def print_result(result: EvaluationResult) -> None:
     if "policy_ms_mean" in timing:
         text += f", policy {timing['policy_ms_mean']:.2f} ms a step (99 %: {timing['policy_ms_p99']:.2f} ms)"
     say(text)
-    for path in result.videos:
-        say(f"video: {path}")
 
 
 def default_output(source: str) -> Path:

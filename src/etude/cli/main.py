@@ -13,6 +13,7 @@ import typer
 
 from etude.cli import complete
 from etude.cli.data import data_app
+from etude.cli.overrides import TakesOverrides
 from etude.cli.redteam import redteam_app
 from etude.errors import EtudeError, Interrupted
 
@@ -86,7 +87,7 @@ def root(
     """Write a trainer once, run it on any engine, and get the same numbers."""
 
 
-@app.command()
+@app.command(cls=TakesOverrides)
 def train(
     config: Annotated[
         str | None,
@@ -122,7 +123,7 @@ def train(
     run_training(path, settings, resume)
 
 
-@app.command()
+@app.command(cls=TakesOverrides)
 def resume(run: RunName, overrides: Overrides = None) -> None:
     """Go on with RUN in its own directory.
 
@@ -133,7 +134,7 @@ def resume(run: RunName, overrides: Overrides = None) -> None:
     resume_run(run, list(overrides or []))
 
 
-@app.command()
+@app.command(cls=TakesOverrides)
 def check(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Validate CONFIG and print every value with where it comes from."""
     from etude.cli.check import check_config
@@ -193,7 +194,7 @@ def list_components(
     print_components(kind, key, plugins=list(plugin or []), as_json=as_json)
 
 
-@app.command()
+@app.command(cls=TakesOverrides)
 def verify(
     config: Config,
     overrides: Overrides = None,

@@ -146,7 +146,7 @@ def _evaluate(directory: Path, env: str, episodes: int, seed: int) -> dict[str, 
     from etude.config.restore import load_policy
     from etude.rollouts.environments.rendering import EGL_PACKAGES, OSMESA_PACKAGES, prepare_mujoco
     from etude.rollouts.evaluate import evaluate_policy
-    from etude.rollouts.results import EpisodeRow
+    from etude.rollouts.results import EpisodeRow, EvaluationResult
 
     counting, seen = Counting("episode", episodes), list[bool]()
 
@@ -154,12 +154,18 @@ def _evaluate(directory: Path, env: str, episodes: int, seed: int) -> dict[str, 
         seen.append(row.success)
         counting.show(len(seen), f"{sum(seen)} succeeded")
 
+    def show_film(result: EvaluationResult) -> None:
+        counting.close()
+        if not result.videos:
+            say(f"{result.total}; filming some of them ...")
+
     output = directory / "evaluation"
     films = output / "videos" if prepare_mujoco() != "disable" else None
     try:
         result = evaluate_policy(
             load_policy(directory), env, episodes=episodes, split="test", seed=seed, video_dir=films,
             workers=min(4, os.cpu_count() or 1), options={"max_steps": MAX_STEPS}, on_episode=show,
+            on_film=show_film,
         )  # fmt: skip
     finally:
         counting.close()

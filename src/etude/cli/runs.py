@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -13,8 +14,12 @@ MOST_METRICS = 3
 
 
 def find_run(run: str, root: Path = Path("runs")) -> Path:
-    """Return the directory of a run given as a path or as a name under `root`."""
-    for path in (Path(run), root / run):
+    """Return the directory of a run given as a name under `root` or as a path.
+
+    A bare name is looked for under `root` first: a folder of that name beside it is `./NAME`.
+    """
+    places = (Path(run), root / run) if os.sep in run else (root / run, Path(run))
+    for path in places:
         if path.is_dir():
             return path
     from difflib import get_close_matches
@@ -22,7 +27,7 @@ def find_run(run: str, root: Path = Path("runs")) -> Path:
     names = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     close = get_close_matches(run, names, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "`etude runs` lists the runs there are"
-    raise EtudeError(f"there is no run {run!r}, neither as a directory nor under {root}/; {hint}")
+    raise EtudeError(f"there is no run {run!r}, neither under {root}/ nor as a directory; {hint}")
 
 
 def print_runs(root: Path, *, as_json: bool) -> None:
@@ -55,10 +60,14 @@ def print_runs(root: Path, *, as_json: bool) -> None:
 
 def make_report(run: str, output: Path | None, *, open_page: bool) -> None:
     """Write the report of a run, say where it is, and open it if asked."""
+    from etude.runs.directory import Run
+
+    directory = find_run(run)
+    if not Run(directory).exists():
+        raise EtudeError(f"{directory} is not a run: it has no status, metrics or checkpoints; see: etude runs")
     from etude.rollouts.report import evaluation_sections
     from etude.runs.report import write_report
 
-    directory = find_run(run)
     path = write_report(directory, output, extra_sections=evaluation_sections(directory))
     say(str(path))
     if open_page:

@@ -9,7 +9,7 @@ from typing import Any
 
 from etude.config import yaml12
 from etude.config.origins import DEFAULT, Layer, Origin
-from etude.config.presets import locate
+from etude.config.presets import locate, nearest
 from etude.config.yaml12 import Path, ReadError
 from etude.errors import ConfigError
 from etude.registry import is_plugin_file
@@ -77,7 +77,7 @@ def _read_file(path: str, named_at: str) -> Layer:
         with open(os.path.expanduser(path), "rb") as file:
             data = file.read(yaml12.MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(f"{named_at}no such file: {path}") from None
+        raise ConfigError(f"{named_at}no such file: {path}{nearest(path)}") from None
     except OSError as error:
         raise ConfigError(f"{named_at}cannot read {path}: {error.strerror}") from None
     try:

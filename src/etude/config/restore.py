@@ -30,6 +30,13 @@ def load_policy(source: str | Path, which: str = "auto", cls: type[PolicyModule]
     if (path / "checkpoints").is_dir():
         return _restore(path, _choose(path, which), cls)
     if (path / "manifest.json").is_file():
+        from etude.deploy.exported import is_exported
+
+        if is_exported(path):
+            raise CheckpointError(
+                f"{path} is an export, a graph without the policy's code; `etude serve-policy` and "
+                "etude.deploy.load_exported run it, and here goes the run or checkpoint that it was made from"
+            )
         from etude.runs.checkpoint import read_checkpoint
 
         checkpoint = path.resolve()  # `last` and `best` are links

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def evaluate_policy(
     options: Mapping[str, Any] | None = None,
     tasks: Mapping[str, int] | None = None,
     on_episode: Callable[[EpisodeRow], None] | None = None,
+    on_film: Callable[[EvaluationResult], None] | None = None,
     heartbeat: Callable[[], None] | None = None,
 ) -> EvaluationResult:
     """Run episodes and return how they went.
@@ -65,6 +66,7 @@ def evaluate_policy(
         options: Parameters of the environments; cameras and sizes follow from the policy unless given.
         tasks: Index of each task by its text, for policies that were trained on several.
         on_episode: Called with each row as it comes, in any order.
+        on_film: Called with what is found so far: before the first film, and after each.
         heartbeat: Called again and again while episodes run in this process.
     """
     names = [env_name] if isinstance(env_name, str) else list(env_name)
@@ -78,11 +80,12 @@ def evaluate_policy(
     workers = _allowed_workers(workers, actor)
     found = dict.fromkeys(((job.env, job.episode) for job in jobs), None) | _gather(stage, jobs, workers, on_episode)
     rows = tuple(row for row in found.values() if row is not None)
-    seconds = time.perf_counter() - began
-    films: tuple[Path, ...] = ()
+    result = measured = EvaluationResult(rows, split, seed, stage.timing(time.perf_counter() - began))
     if video_dir is not None and videos > 0:
-        films = _film(stage, rows, Path(video_dir), videos, workers)
-    return EvaluationResult(rows, split, seed, stage.timing(seconds), films)
+        for result in _film(stage, measured, Path(video_dir), videos, workers):
+            if on_film is not None:
+                on_film(result)
+    return result
 
 
 def check_environments(
@@ -155,29 +158,38 @@ class _Stage:
 def _gather(
     stage: _Stage, jobs: Sequence[Job], workers: int, on_episode: Callable[[EpisodeRow], None] | None
 ) -> dict[tuple[str, int], EpisodeRow]:
-    messages = run_in_processes(stage.play, deal(jobs, workers)) if workers else stage.play(jobs)
     found = {}
-    for message in messages:
-        if "row" not in message:
-            stage.count(message)
-            continue
-        row = EpisodeRow(**message["row"])
+    for row in _play_all(stage, jobs, workers):
         found[row.env, row.episode] = row
         if on_episode is not None:
             on_episode(row)
     return found
 
 
-def _film(stage: _Stage, rows: Sequence[EpisodeRow], directory: Path, most: int, workers: int) -> tuple[Path, ...]:
+def _play_all(stage: _Stage, jobs: Sequence[Job], workers: int) -> Iterator[EpisodeRow]:
+    messages = run_in_processes(stage.play, deal(jobs, workers)) if workers else stage.play(jobs)
+    for message in messages:
+        if "row" in message:
+            yield EpisodeRow(**message["row"])
+        else:
+            stage.count(message)
+
+
+def _film(
+    stage: _Stage, result: EvaluationResult, directory: Path, most: int, workers: int
+) -> Iterator[EvaluationResult]:
     """Play the chosen episodes once more, with a camera: rendering all of them would cost more than they do."""
-    chosen = choose_for_film(rows, most)
+    yield result
+    chosen = choose_for_film(result.rows, most)
     paths = {(row.env, row.episode): directory / film_name(row) for row in chosen}
     jobs = [Job(env, episode, path) for (env, episode), path in paths.items()]
-    for row in _gather(stage, jobs, workers, None).values():
-        path = paths[row.env, row.episode]
-        if path.name != film_name(row):  # a simulator that does not repeat itself: the film tells what it shows
-            paths[row.env, row.episode] = path.rename(directory / film_name(row))
-    return tuple(paths.values())
+    made: set[tuple[str, int]] = set()
+    for row in _play_all(stage, jobs, workers):
+        key = row.env, row.episode
+        if paths[key].name != film_name(row):  # a simulator that does not repeat itself: the film tells what it shows
+            paths[key] = paths[key].rename(directory / film_name(row))
+        made.add(key)
+        yield replace(result, videos=tuple(path for key, path in paths.items() if key in made))
 
 
 def choose_for_film(rows: Sequence[EpisodeRow], most: int) -> list[EpisodeRow]:

@@ -42,15 +42,24 @@ class Run:
         while True:
             directory = Path(root) / (stem if count == 1 else f"{stem}-{count}")
             try:
-                directory.mkdir(parents=True)
+                Path(root).mkdir(parents=True, exist_ok=True)
+                directory.mkdir()
                 return cls(directory)
-            except FileExistsError:
+            except FileExistsError as error:
+                if not directory.exists():  # it is the root that is there, as a file
+                    raise _no_place(error, directory) from None
                 count += 1
+            except OSError as error:
+                raise _no_place(error, directory) from None
 
     @property
     def name(self) -> str:
         """The name of the directory."""
         return self.dir.resolve().name
+
+    def exists(self) -> bool:
+        """Tell whether the directory holds what a run leaves behind."""
+        return any((self.dir / name).exists() for name in ("status.json", "metrics.jsonl", "checkpoints"))
 
     @property
     def config_path(self) -> Path:
@@ -229,7 +238,10 @@ _SOUND: Mapping[str, Callable[[Any], bool]] = {
 def resolve_run(
     run: str | Path | Run | None, *, root: Path | str = "runs", name: str | None = None, resume: str | Path = "auto"
 ) -> Run:
-    """Return the run that is meant: None makes a new one, a bare name is under `root`, a path is itself."""
+    """Return the run that is meant: None makes a new one, a bare name is under `root`, a path is itself.
+
+    Its directory is there afterwards, or a `ConfigError` says why it cannot be.
+    """
     if run is None:
         return Run.create(root, name)
     if not isinstance(run, Run):
@@ -246,7 +258,16 @@ def resolve_run(
         names = (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
         while any(run.checkpoints_dir.glob("step-*")):
             run = Run(next(names))
+    try:
+        run.dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _no_place(error, run.dir) from None
     return run
+
+
+def _no_place(error: OSError, directory: Path) -> ConfigError:
+    place = os.fsdecode(error.filename or directory)
+    return ConfigError(f"cannot use {place}: {error.strerror}; make it writable, or name another place")
 
 
 def _summarize(run: Run) -> RunSummary:

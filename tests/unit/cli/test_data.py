@@ -82,11 +82,13 @@ def test_stats_are_those_of_the_data(tmp_path: Path) -> None:
 
 def test_view_writes_one_page_without_network(tmp_path: Path) -> None:
     record(tmp_path / "d", cameras=True)
-    assert said("view", "d", "--episode", "1").strip() == "d-episode-1.html"
-    page = (tmp_path / "d-episode-1.html").read_text()
+    assert said("view", "d", "--episode", "1").strip() == "views/d-episode-1.html"
+    page = (tmp_path / "views/d-episode-1.html").read_text()
     assert page.count("data:image/jpeg;base64,") == 10
     assert page.count("<svg") == 2 and "lift the block" in page
     assert "http://" not in page and "https://" not in page
+    assert not list(tmp_path.glob("*.html"))
+    assert said("view", "d", "-o", "page.html").strip() == "page.html"
     with pytest.raises(DataError, match="no episode 9; there are 0 to 2"):
         said("view", "d", "--episode", "9")
 

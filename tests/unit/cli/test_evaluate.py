@@ -70,7 +70,9 @@ def test_a_function_is_evaluated_over_several_environments(folder: Path) -> None
 @pytest.mark.slow
 def test_films_are_made(folder: Path) -> None:
     arguments = ["--env", "gym:Pendulum-v1", "--episodes", "2", "--video", "1", "--option", "max_steps=5"]
-    said = invoke("saved", *arguments).stdout
+    result = invoke("saved", *arguments)
+    said = result.stdout
+    assert result.output.index("95 % interval") < result.output.index("film 1/1") < result.output.index("video: ")
     (film,) = (folder / "saved/evaluation/videos").iterdir()
     assert f"video: saved/evaluation/videos/{film.name}" in said
 

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from etude import __version__, errors
 from etude.cli import runs as runs_command
-from etude.cli.main import main
-from etude.errors import EtudeError, Interrupted
+from etude.cli.main import app, main
+from etude.errors import ConfigError, EtudeError, Interrupted
 from etude.secrets import register_secret
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
@@ -135,6 +136,28 @@ def test_train_without_a_config_says_what_to_type() -> None:
     assert "etude train configs/digits.yaml" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments, meant",
+    [
+        (["train", "digits", "--lr", "3"], "training.lr=3"),
+        (["train", "digits", "--batch-size=8"], "training.batch_size=8"),
+        (["check", "digits", "--training.lr", "3"], "training.lr=3"),
+        (["resume", "digits", "--name", "training.lr=3"], "run.name=VALUE"),
+        (["verify", "digits", "--engine", "ray"], "engine=ray"),
+    ],
+)
+def test_a_setting_written_as_an_option_is_answered_with_the_override(arguments: list[str], meant: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).endswith(f"settings are written without dashes: {meant}")
+
+
+def test_other_unknown_options_stay_usage_errors() -> None:
+    result = CliRunner().invoke(app, ["check", "digits", "--zzz"])
+    assert result.exit_code == 2
+    assert "--zzz" in result.output
+
+
 def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
     command = f"{sys.executable} -m etude --help | true"
     done = subprocess.run(
@@ -148,6 +171,7 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
     "arguments",
     [
         ["train", "x.yaml", "run.root=file"],
+        ["train", "x.yaml", "run.root=/proc/nowhere"],
         ["report", "a", "-o", "file/page.html"],
         ["new", "trainer", "some_trainer", "--dir", "file/x"],
     ],
@@ -165,5 +189,6 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
     )
     assert done.returncode == 2
     assert re.fullmatch(
-        r"etude: error: cannot use file\S*: [^\n]+; make it writable, or name another place\n", done.stderr
+        r"etude: error: cannot use (file|/proc/nowhere)\S*: [^\n]+; make it writable, or name another place\n",
+        done.stderr,
     )

@@ -119,6 +119,25 @@ def test_a_report_is_written_by_name_or_path(folder: Path) -> None:
     assert "eval/accuracy" in Path("out/page.html").read_text()
 
 
+def test_a_name_means_the_run_and_a_path_means_the_folder(folder: Path) -> None:
+    make_run("first")
+    (folder / "first").mkdir()
+    assert find_run("first") == Path("runs/first")
+    assert find_run("./first") == Path("first")
+    assert find_run(str(folder / "first")) == folder / "first"
+    assert runner.invoke(app, ["report", "first"]).stdout == "runs/first/report.html\n"
+    assert not list((folder / "first").iterdir())
+
+
+def test_no_page_is_written_into_a_folder_that_is_no_run(folder: Path) -> None:
+    (folder / "src").mkdir()
+    (folder / "src" / "config.yaml").write_text("not: a run\n")
+    result = runner.invoke(app, ["report", "src"])
+    assert isinstance(result.exception, EtudeError)
+    assert "src is not a run" in str(result.exception)
+    assert not (folder / "src" / "report.html").exists()
+
+
 def test_open_shows_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run("first")
     opened: list[str] = []

@@ -94,6 +94,7 @@ def test_a_signal_saves_and_ends_with_its_code(folder: Path, signum: int, code: 
     command = [sys.executable, "-m", "etude", "train", "x.yaml", "training.training_steps=1000000"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert child.stderr is not None
+    assert child.stderr.readline().startswith("training ")
     assert child.stderr.readline().startswith("step 2/")
     child.send_signal(signum)
     out, err = child.communicate(timeout=60)

@@ -72,3 +72,15 @@ def test_an_unknown_name_comes_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [digit]\n")
     with pytest.raises(ConfigError, match=r"^mine.yaml:1:12: no such file and no such preset: digit; did you mean"):
         load("mine.yaml")
+
+
+def test_a_misspelt_file_comes_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "config.yaml").write_text(OWN)
+    with pytest.raises(ConfigError, match=r"^no such file: sub/confg.yaml; did you mean 'sub/config.yaml'\?$"):
+        load("sub/confg.yaml")
+    with pytest.raises(ConfigError, match=r"^no such file: configs/digits.yml; did you mean the preset 'digits'\?$"):
+        load("configs/digits.yml")
+    (tmp_path / "my-config.yaml").write_text(OWN)
+    with pytest.raises(ConfigError, match=r"no such preset: my-config; did you mean 'my-config.yaml'\?"):
+        load("my-config")

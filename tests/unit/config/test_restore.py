@@ -91,3 +91,9 @@ def test_what_is_no_policy_is_refused(tmp_path: Path, run: Path) -> None:
         load_policy(tmp_path)
     shutil.rmtree(run / "checkpoints/step-00000004")
     assert torch.equal(next(load_policy(run).parameters()), next(load_policy(run, "2").parameters()))
+
+
+def test_an_export_is_called_an_export(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"format": "etude-export", "schema_version": 1, "kind": "onnx"}')
+    with pytest.raises(CheckpointError, match=r"is an export, .*`etude serve-policy`.* run or checkpoint"):
+        load_policy(tmp_path)

@@ -264,3 +264,10 @@ def test_a_configuration_names_it_lerobot(root: Path) -> None:
     assert same(train.spec["action"].stats, validation.spec["action"].stats)
     with pytest.raises(DataError, match="split must be"):
         lerobot_data(str(root), split="test")  # type: ignore[arg-type]
+
+
+def test_a_dataset_that_is_not_there_comes_with_how_to_record_it(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"no such directory; .*: etude record --env ENV --root \S+/absent .*list presets"
+    ):
+        LeRobotDataModule(root=tmp_path / "absent").train_data()

@@ -117,10 +117,14 @@ def test_rows_are_told_as_they_come(mlp: PolicyModule) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_films_show_what_happened_failures_first(tmp_path: Path, workers: int) -> None:
     options = {"success_return": 10.0, "max_steps": 12}
+    shown: list[tuple[int, int]] = []
     found = evaluate_policy(
         lambda seen: np.array(int(seen["observation.state"][0] > 0)), "gym:CartPole-v1", episodes=6, options=options,
         video_dir=tmp_path, videos=4, workers=workers,
+        on_film=lambda result: shown.append((result.total.successes, len(result.videos))),
     )  # fmt: skip
+    assert shown == [(found.total.successes, films) for films in range(5)]
+    assert found.timing["env_steps"] == sum(row.steps for row in found.rows)
     failures = [row.episode for row in found.rows if not row.success]
     assert 0 < len(failures) < 6
     names = [path.name for path in found.videos]

@@ -120,7 +120,8 @@ def test_new_runs_never_share_a_directory(tmp_path: Path) -> None:
     assert all("my-policy-1" in run.name and run.dir.is_dir() for run in runs)
 
 
-def test_runs_are_found_by_name_path_or_not_at_all(tmp_path: Path) -> None:
+def test_runs_are_found_by_name_path_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     root = tmp_path / "runs"
     assert resolve_run("act", root=root).dir == root / "act"
     assert resolve_run(str(tmp_path / "x" / "y"), root=root).dir == tmp_path / "x" / "y"
@@ -176,3 +177,11 @@ def test_the_public_names_are_imported_when_used() -> None:
         etude.runs.nothing  # noqa: B018
     code = "import sys, etude.runs; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, env=os.environ, timeout=100).returncode == 0
+
+
+@pytest.mark.parametrize("root", ["file", "file/deeper", "/proc/nowhere"])
+@pytest.mark.parametrize("run", [None, "named"])
+def test_a_place_that_cannot_be_made_is_one_sentence(run: str | None, root: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way of a folder")
+    with pytest.raises(ConfigError, match=r"^cannot use \S+: [^\n]+; make it writable, or name another place$"):
+        resolve_run(run, root=tmp_path / root)

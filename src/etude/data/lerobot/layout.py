@@ -175,7 +175,10 @@ def read_info(root: Path) -> Info:
     """Read and check `meta/info.json`."""
     path = root / INFO_PATH
     if not root.is_dir():
-        raise DataError(f"{root}: no such directory; give the root of a LeRobot dataset, which has {INFO_PATH}")
+        raise DataError(
+            f"{root}: no such directory; give the root of a LeRobot dataset, or record it first: etude record --env "
+            f"ENV --root {root} (for a preset, `etude list presets NAME` shows the whole command)"
+        )
     if not path.exists() and (root / RECORDING_DIR).is_dir():
         raise DataError(f"{root}: the recording is not finished; open it with LeRobotWriter and call finalize()")
     raw = read_json(path, "the description of the dataset")
