@@ -24,6 +24,7 @@ from etude.registry import (
     Registry,
     load_plugins,
 )
+from etude.signatures import fit
 
 
 @pytest.fixture(autouse=True)
@@ -328,5 +329,5 @@ def test_components_are_described_without_importing_torch() -> None:
 
 
 def test_protocols_are_told_by_what_they_ask_for() -> None:
-    assert registry._members(protocols.Logger) == ["start", "log", "close"]
-    assert registry._members(protocols.Policy) == ["forward", "state_dict"]
+    assert fit._members(protocols.Logger) == ["start", "log", "close"]
+    assert fit._members(protocols.Policy) == ["forward", "state_dict"]
