@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from benchmarks.spread import Spread
 from etude import Trainer, TrainingConfiguration
 from etude.engines.distributed import Group
 from etude.engines.session import Session
@@ -47,7 +48,7 @@ def first_step(run: Path, data: Rows, steps: int) -> float:
 
 
 def measure(rounds: int = 15) -> float:
-    """Return the ratio of least CPU times, fresh and resumed taken in turn."""
+    """Return the median ratio of CPU times, fresh and resumed taken in turn."""
     torch.set_num_threads(1)
     data = Rows(20_000)
     fresh, resumed = [], []
@@ -59,8 +60,9 @@ def measure(rounds: int = 15) -> float:
         for number in range(rounds):
             fresh.append(first_step(Path(folder) / f"fresh{number}", data, 2 * FAR))
             resumed.append(first_step(checkpoint, data, 2 * FAR))
-    print(f"  fresh {min(fresh) * 1000:.1f} ms, resumed at step {FAR} {min(resumed) * 1000:.1f} ms")
-    return min(resumed) / min(fresh)
+    ratio = Spread.of([late / early for late, early in zip(resumed, fresh)])
+    print(f"  fresh {min(fresh) * 1000:.1f} ms, resumed at step {FAR} {min(resumed) * 1000:.1f} ms; {ratio}")
+    return ratio.median
 
 
 def _move_to_step(run: Path, step: int) -> Path:

