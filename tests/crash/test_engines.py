@@ -1,10 +1,11 @@
-"""Hugging Face with two ranks, killed again and again: it ends as one that was left alone."""
+"""Hugging Face with two ranks and Ray with two workers, killed again and again: they end as if left alone."""
 
 from __future__ import annotations
 
 import os
 import random
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -147,3 +148,37 @@ def test_base_trainer_with_two_ranks(kills: int, tmp_path: Path) -> None:
         return lambda: spawn(partial(_quietly, partial(_base_trainer, run), run.with_suffix(".said")), 2)
 
     _disturb(kills, tmp_path, make, lambda run: run, lambda run: _some_or_all, _weights_differ)
+
+
+class KilledOften(WeightedTrainer):
+    """A trainer that loses a rank, or both, in every step of a plan, the first time that it comes to it."""
+
+    plan: dict[int, list[int]] = {}
+
+    def prepare_batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        doomed = self.plan.get(self.progress.step, [])
+        if self.rank in doomed and self.run is not None:
+            mark = self.run.dir / f"killed-{self.progress.step}-{self.rank}"
+            if not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return batch
+
+
+@pytest.mark.nightly  # the contract kills one worker and the driver; every launch takes 5 to 10 CPU seconds
+@pytest.mark.timeout(3600)
+def test_ray_with_two_workers(tmp_path: Path, on_ray_cluster: None) -> None:
+    kills = int(os.environ.get("ETUDE_RAY_KILLS", "30"))
+    draw = random.Random(kills)
+    steps = sorted(draw.sample(range(2, STEPS - 1), kills))
+    plan = {step: draw.choice([[0], [1], [0, 1]]) for step in steps}
+    options: dict[str, Any] = {"training_steps": STEPS, "save_every": 1, "keep_last": 3, "evaluate_every": 10}
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    assert reap(spawn(partial(train, Subject("torch", 2), alone, **options), 2), LIMIT_S) == [0, 0]
+    kind = type("KilledByPlan", (KilledOften,), {"plan": plan})
+    work = partial(train, Subject("ray", 2), run, kind=kind, engine={"max_failures": 2 * kills}, **options)
+    said = run.with_suffix(".said")
+    assert reap(spawn(partial(_quietly, work, said), 1), 3000.0) == [0], said.read_text()
+    died = {int(path.name.split("-")[1]) for path in run.glob("killed-*")}
+    assert died == set(plan)
+    assert compare(run, alone) is None
