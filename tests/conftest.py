@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -88,6 +89,16 @@ def repository() -> Path:
 def no_secrets_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what a test registers as secret: another test's output is not to be starred out."""
     monkeypatch.setattr("etude.secrets._spellings", ())
+
+
+@pytest.fixture(autouse=True)
+def logger_left_as_it_was() -> Iterator[None]:
+    """Take back what a command of a test has set up: it shows everything, and another test may count the warnings."""
+    logger = logging.getLogger("etude")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 @pytest.fixture
