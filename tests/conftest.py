@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +39,7 @@ _stderr = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)  # before each test's output is captured
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup is inherited, and training heeds it
     # Before any test calculates: later is too late for those that go below float32. Workers inherit the answer.
     if not hasattr(config, "workerinput"):
         with suppress(EtudeError):
