@@ -373,6 +373,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
                 if isinstance(contents[name], bytes):
                     digest.update(contents[name])
         name = _STATE_NAME
+        if name not in contents:
+            raise ValueError("is not listed in the manifest")
         skeletons = json.loads(contents[name])["tree"].items()
         tree = {}
         for key, skeleton in skeletons:

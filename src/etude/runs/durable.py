@@ -89,13 +89,20 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
 
 def hash_file(path: Path, kind: str = "xxh3_128") -> FileRecord:
     """Return the hash and size of a regular file, reading it once in large chunks."""
-    digest, size_bytes = _HASHES[kind](), 0
+    digest = _HASHES[kind]()
     with open_regular(path) as file:
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(os.fstat(file.fileno()).st_size, 1))))
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size_bytes += count
+        size_bytes = feed(file, digest)
     return FileRecord(digest.hexdigest(), size_bytes, kind)
+
+
+def feed(file: io.FileIO, digest: Hash) -> int:
+    """Let the rest of a file pass through a hash, in large chunks; return how many bytes that were."""
+    size_bytes = 0
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, max(os.fstat(file.fileno()).st_size, 1))))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+        size_bytes += count
+    return size_bytes
 
 
 def open_regular(path: Path) -> io.FileIO:

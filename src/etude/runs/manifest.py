@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import CheckpointError
-from etude.runs.durable import CHUNK_BYTES, FileRecord, Hash, hash_file, open_regular
+from etude.runs.durable import FileRecord, Hash, feed, hash_file, open_regular
 
 SCHEMA_VERSION = 2
 """1 listed SHA-256 hashes; 2 lists hashes of any known kind."""
@@ -88,9 +88,7 @@ def verify(directory: Path) -> Manifest:
     manifest = read_manifest(directory)
     for name, expected in manifest.files.items():
         with open_listed(directory, name, expected) as (file, digest):
-            buffer = memoryview(bytearray(min(CHUNK_BYTES, max(expected.size_bytes, 1))))
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
+            feed(file, digest)
     return manifest
 
 
