@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import socket
 import sys
@@ -104,3 +105,17 @@ def wait_for(path: Path, timeout_s: float = 30.0) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.02)
+
+
+def wait_for_step(directory: Path, step: int, timeout_s: float = 30.0) -> None:
+    """Wait until a checkpoint of at least a step exists: a fast run may have written and pruned that of the step."""
+    deadline = time.monotonic() + timeout_s
+    while newest_step(directory) < step:
+        assert time.monotonic() < deadline, f"no checkpoint of step {step} appeared in {directory}"
+        time.sleep(0.02)
+
+
+def newest_step(directory: Path) -> int:
+    """Return the highest step among a directory's `checkpoint-5` or `step-00000005`, and -1 where there is none."""
+    names = (path.name for path in directory.glob("*-*"))
+    return max((int(name.split("-")[1]) for name in names if re.fullmatch(r"(checkpoint|step)-\d+", name)), default=-1)

@@ -23,7 +23,7 @@ from etude.runs.directory import Run
 from tests.contract.subjects import GLOBAL_BATCH, SETTINGS, BrokenData, KilledOnce, SendSignal, Subject, train
 from tests.crash.harness import compare
 from tests.crash.workload import Noisy
-from tests.processes import kill, reap, run_ranks, spawn, wait_for
+from tests.processes import kill, reap, run_ranks, spawn, wait_for, wait_for_step
 
 ALONE = Subject("torch")
 
@@ -99,7 +99,7 @@ def exact_resume_of_workers(subject: Subject, folder: Path) -> str:
     options = {"kind": KilledOnce, "engine": {"max_failures": 1}}
     pids = spawn(partial(_child, subject, run, options), subject.processes)
     wait_for(run / "killed", 240.0)
-    wait_for(run / "checkpoints" / "step-00000030", 240.0)
+    wait_for_step(run / "checkpoints", 30, 240.0)
     time.sleep(draw.uniform(0.0, 0.05))
     kill(pids)
     assert reap(pids) == [-signal.SIGKILL]

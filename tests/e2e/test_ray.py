@@ -24,7 +24,7 @@ from etude.runs.directory import Run
 from tests.contract.subjects import SendSignal, Subject, train
 from tests.crash.harness import compare
 from tests.crash.workload import WeightedTrainer
-from tests.processes import reap, spawn, wait_for
+from tests.processes import reap, spawn, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -134,7 +134,7 @@ def test_a_driver_that_is_stopped_takes_its_cluster_along(
     words = ["training.training_steps=1000000", "training.save_every=5", "run.name=long", "engine.type=ray"]
     command = [sys.executable, "-m", "etude", "train", "x.yaml", *words]
     driver = subprocess.Popen(command, env=child_env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    wait_for(tmp_path / "runs/long/checkpoints/step-00000005", LIMIT_S)
+    wait_for_step(tmp_path / "runs/long/checkpoints", 5, LIMIT_S)
     driver.send_signal(number)
     _, said = driver.communicate(timeout=60)
     assert driver.returncode == code, said

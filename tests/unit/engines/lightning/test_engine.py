@@ -26,7 +26,7 @@ from etude.errors import ConfigError, NonFiniteError
 from etude.runs.checkpoint import CheckpointStore
 from etude.runs.metrics import read_metrics
 from tests.crash.workload import Net, Noisy, WeightedTrainer
-from tests.processes import kill, reap, run_ranks, spawn, wait_for
+from tests.processes import kill, reap, run_ranks, spawn, wait_for_step
 
 
 def make(run: Any, engine: Any, steps: int = 50, kind: type[Trainer] = WeightedTrainer, **options: Any) -> Trainer:
@@ -81,7 +81,7 @@ def test_ten_of_ten_killed_runs_resume_bit_for_bit_and_on_either_engine(tmp_path
     for trial in range(10):
         run = tmp_path / str(trial)
         (pid,) = spawn(lambda run=run: make(run, "lightning", 16, callbacks=[Slow()], save_every=1).fit())  # type: ignore[misc]
-        wait_for(run / "checkpoints" / f"step-{draw.randint(1, 8):08d}")
+        wait_for_step(run / "checkpoints", draw.randint(1, 8))
         time.sleep(draw.random() * 0.02)  # anywhere in a save
         kill([pid])
         assert reap([pid]) == [-signal.SIGKILL]
@@ -94,9 +94,12 @@ def test_ten_of_ten_killed_runs_resume_bit_for_bit_and_on_either_engine(tmp_path
 class Slow(Callback):
     """Leave time to be killed in."""
 
+    def __init__(self, seconds: float = 1.0) -> None:
+        self.seconds = seconds
+
     def on_step_end(self, trainer: Trainer, metrics: Any) -> None:
         if trainer.progress.step > 8:
-            time.sleep(0.1)
+            time.sleep(self.seconds)
 
 
 @pytest.mark.slow
@@ -110,8 +113,8 @@ def test_two_ranks_are_the_torch_engines_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_exits_with_its_own_code(tmp_path: Path, number: int) -> None:
     run = tmp_path / "run"
-    (pid,) = spawn(lambda: make(run, "lightning", 5000, callbacks=[Slow()], save_every=10).fit())
-    wait_for(run / "checkpoints" / "step-00000020")
+    (pid,) = spawn(lambda: make(run, "lightning", 5000, callbacks=[Slow(0.05)], save_every=10).fit())
+    wait_for_step(run / "checkpoints", 20)
     os.kill(pid, number)
     assert reap([pid]) == [128 + number]
     assert CheckpointStore(run / "checkpoints").steps()[-1] > 20
