@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from etude.data import MapData, Windows
-from etude.protocols import Place
+from etude.types.protocols import Place
 
 GOAL = 5.0
 BATCH_SIZE = 64

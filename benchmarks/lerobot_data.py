@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from etude.data import LeRobotDataset, LeRobotWriter, MapData
-from etude.protocols import Place
+from etude.types.protocols import Place
 
 GOALS = {"state": 20.0, "video": 10.0, "image": 10.0}
 GOAL_COLD = 2.0

@@ -91,9 +91,9 @@ class _Etude(Trainer):
 
 
 def etude(model: nn.Module, batches: list[Batch], steps: int) -> float:
-    from etude.engines.distributed import Group
-    from etude.engines.session import Session
-    from etude.engines.strategy import Alone
+    from etude.loop.distributed import Group
+    from etude.loop.session import Session
+    from etude.loop.strategy import Alone
 
     config = TrainingConfiguration(
         training_steps=steps, batch_size=len(batches[0]["x"]), schedule="cosine", log_every=LOG_EVERY, num_threads=1,

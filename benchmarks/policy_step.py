@@ -28,9 +28,9 @@ from torch import Tensor
 
 from etude import Trainer, TrainingConfiguration
 from etude.data.stream import StreamData
-from etude.engines.distributed import Group
-from etude.engines.session import Session
-from etude.engines.strategy import Alone
+from etude.loop.distributed import Group
+from etude.loop.session import Session
+from etude.loop.strategy import Alone
 from etude.policies import ACT, Diffusion
 from etude.policies.base import PolicyModule
 from etude.types import DataSpec, Feature

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 
 from benchmarks.spread import Spread
 from etude import Trainer, TrainingConfiguration
-from etude.engines.distributed import Group
-from etude.engines.session import Session
-from etude.engines.strategy import Alone
+from etude.loop.distributed import Group
+from etude.loop.session import Session
+from etude.loop.strategy import Alone
 
 FAR = 10_000
 

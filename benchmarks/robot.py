@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.robot_lerobot import LeRobotACT, find_python
-from etude.rollouts.presets import Family, make_config
+from etude.simulation.presets import Family, make_config
 
 TASKS = (
     "pick-place", "peg-insert-side", "push", "door-open", "drawer-open", "reach", "button-press-topdown", "window-open",
@@ -106,7 +106,7 @@ def suite(name: str, seed: int, *, lerobot: bool) -> Iterator[Row]:
 
 def run_row(row: Row, episodes: int, folder: Path, steps: int | None, workers: int) -> dict[str, Any]:
     """Record, train and evaluate; return what came of it."""
-    from etude.rollouts.record import Noise, record
+    from etude.simulation.record import Noise, record
 
     name = row.tasks[0] if len(row.tasks) == 1 else f"{len(row.tasks)}-tasks"
     options: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def _train_lerobot(
 
 
 def _evaluate(row: Row, policy: Any, episodes: int, workers: int, tasks: dict[str, int]) -> dict[str, Any]:
-    from etude.rollouts.evaluate import evaluate_policy
+    from etude.simulation.evaluate import evaluate_policy
 
     found = evaluate_policy(
         policy, row.envs, episodes=episodes, seed=row.seed, workers=workers, options={"max_steps": MAX_STEPS},

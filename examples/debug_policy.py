@@ -13,9 +13,9 @@ import torch
 from etude.config.restore import load_policy
 from etude.data import LeRobotDataset
 from etude.policies import PolicyModule
-from etude.rollouts.environments import make_environment, options_for
-from etude.rollouts.evaluate import evaluate_policy
-from etude.rollouts.seeds import episode_seed
+from etude.simulation.environments import make_environment, options_for
+from etude.simulation.evaluate import evaluate_policy
+from etude.simulation.seeds import episode_seed
 
 
 def compare_chunks(policy: PolicyModule, data: LeRobotDataset, samples: int) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from etude import Trainer, TrainingConfiguration
 from etude.data import LeRobotDataModule
 from etude.policies import MLP
-from etude.rollouts.evaluate import evaluate_policy
-from etude.rollouts.record import record
+from etude.simulation.evaluate import evaluate_policy
+from etude.simulation.record import record
 
 
 def main() -> None:

@@ -63,8 +63,8 @@ def main() -> None:
     options = parser.parse_args()
 
     from etude.data import LeRobotDataModule
-    from etude.rollouts.evaluate import evaluate_policy
-    from etude.rollouts.record import record
+    from etude.simulation.evaluate import evaluate_policy
+    from etude.simulation.record import record
 
     data = record(options.env, options.dir / "demonstrations", episodes=options.demos).root
     config = TrainingConfiguration(training_steps=options.steps, batch_size=64, lr=1e-3, schedule="cosine")

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from etude.callbacks import Callback
     from etude.config.restore import load_policy
     from etude.config.training import TrainingConfiguration
-    from etude.duration import Duration
-    from etude.protocols import Algorithm, Data, Engine, Logger, Policy
-    from etude.rollouts.evaluate import evaluate_policy
-    from etude.rollouts.record import record
+    from etude.simulation.evaluate import evaluate_policy
+    from etude.simulation.record import record
     from etude.trainer import Trainer
     from etude.types import Batch, DataSpec, Feature, Loss, Result, Trajectory
+    from etude.types.duration import Duration
+    from etude.types.protocols import Algorithm, Data, Engine, Logger, Policy
 
 __all__ = ["Algorithm", "Batch", "Callback", "Data", "DataSpec", "Duration", "Engine", "Feature", "Logger", "Loss"]
 __all__ += ["Policy", "Result", "Trainer", "TrainingConfiguration", "Trajectory", "evaluate_policy"]
@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 # On first use, so that `import etude` and the command line stay fast and free of torch.
 _HOMES = {
     "callbacks": ("Callback",), "config.restore": ("load_policy",), "config.training": ("TrainingConfiguration",),
-    "duration": ("Duration",), "protocols": ("Algorithm", "Data", "Engine", "Logger", "Policy"),
-    "rollouts.evaluate": ("evaluate_policy",), "rollouts.record": ("record",), "trainer": ("Trainer",),
-    "types": ("Batch", "DataSpec", "Feature", "Loss", "Result", "Trajectory")}  # fmt: skip
+    "simulation.evaluate": ("evaluate_policy",), "simulation.record": ("record",), "trainer": ("Trainer",),
+    "types": ("Batch", "DataSpec", "Duration", "Feature", "Loss", "Result", "Trajectory"),
+    "types.protocols": ("Algorithm", "Data", "Engine", "Logger", "Policy")}  # fmt: skip
 __getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -174,8 +174,8 @@ class EarlyStop(Callback):
 class ShowProgress(Callback):
     """Show loss, rate and time left: live in a terminal, plain lines elsewhere."""
 
-    def __init__(self) -> None:
-        self.display: ProgressDisplay | None = None
+    def __init__(self, display: ProgressDisplay | None = None) -> None:
+        self.display = display
         self._start = (0, 0.0)
         self._shown_s = 0.0
 
@@ -183,7 +183,7 @@ class ShowProgress(Callback):
         """Open the display."""
         from etude.runs.progress import ProgressDisplay
 
-        self.display = ProgressDisplay()
+        self.display = self.display or ProgressDisplay()
         if not trainer.session.finished:
             self.display.message(describe_start(trainer))
         self._start = (trainer.progress.step, time.perf_counter())

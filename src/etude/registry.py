@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from etude import protocols
 from etude.errors import MissingExtraError, RegistryError
 from etude.signatures.fit import missing_of, offers
+from etude.types import protocols
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -393,7 +393,7 @@ CALLBACK_REGISTRY: Registry[Any] = Registry(
     "callbacks",
     _HOOKS,
     {
-        "evaluate_in_simulation": "etude.rollouts.callback:EvaluateInSimulation",
+        "evaluate_in_simulation": "etude.simulation.callback:EvaluateInSimulation",
         "evaluate_rewards": "etude.rollouts.reward_callback:EvaluateRewards",
     },
     noun="callback",
@@ -402,7 +402,7 @@ OPTIMIZER_BUILDER_REGISTRY: Registry[protocols.OptimizerFactory] = Registry(
     "optimizers",
     (protocols.OptimizerFactory,),
     {
-        key: Lazy("etude.engines.optimizers:TorchOptimizer", (key,), f"torch.optim.{where}")
+        key: Lazy("etude.loop.optimizers:TorchOptimizer", (key,), f"torch.optim.{where}")
         for key, where in _TORCH_OPTIMIZERS.items()
     },
     noun="optimizer",
@@ -417,10 +417,10 @@ ENVIRONMENT_REGISTRY: Registry[Any] = Registry(
     "environments",
     ("reset step render close",),
     {
-        "aloha": "etude.rollouts.environments.aloha:Aloha",
-        "gym": "etude.rollouts.environments.gym:GymEnvironment",
-        "metaworld": "etude.rollouts.environments.metaworld:MetaWorld",
-        "pusht": "etude.rollouts.environments.pusht:PushT",
+        "aloha": "etude.simulation.environments.aloha:Aloha",
+        "gym": "etude.simulation.environments.gym:GymEnvironment",
+        "metaworld": "etude.simulation.environments.metaworld:MetaWorld",
+        "pusht": "etude.simulation.environments.pusht:PushT",
     },
     noun="environment",
 )

@@ -15,18 +15,18 @@ from etude.algorithms.function import as_algorithm, ask_policy
 from etude.callbacks import Callback
 from etude.config.training import TrainingConfiguration
 from etude.data.coerce import as_data, held_out
-from etude.duration import Progress
-from etude.engines.adopted import adopt, early_optimizer, replacement
-from etude.engines.kept import Kept, tensors_of
-from etude.engines.manual import wanted_arguments
-from etude.engines.optimizers import Optimization, assign_parameters, build_optimizer
-from etude.engines.precision import cast_floating
-from etude.engines.schedule import make_schedule
-from etude.engines.session import Session
 from etude.errors import ConfigError, as_path
-from etude.protocols import Data, Engine, Logger, TrainStep
+from etude.loop.adopted import adopt, early_optimizer, replacement
+from etude.loop.kept import Kept, tensors_of
+from etude.loop.manual import wanted_arguments
+from etude.loop.optimizers import Optimization, assign_parameters, build_optimizer
+from etude.loop.precision import cast_floating
+from etude.loop.schedule import make_schedule
+from etude.loop.session import Session
 from etude.runs.directory import Run
 from etude.types import Result
+from etude.types.duration import Progress
+from etude.types.protocols import Data, Engine, Logger, TrainStep
 
 if TYPE_CHECKING:
     from etude.rollouts.harness import Harness

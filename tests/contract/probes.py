@@ -17,9 +17,9 @@ import torch
 
 from etude.data.coerce import as_data
 from etude.errors import NonFiniteError
-from etude.protocols import Place
 from etude.runs.checkpoint import CheckpointStore
 from etude.runs.directory import Run
+from etude.types.protocols import Place
 from tests.contract.subjects import GLOBAL_BATCH, SETTINGS, BrokenData, KilledOnce, SendSignal, Subject, train
 from tests.crash.harness import compare
 from tests.crash.workload import Noisy

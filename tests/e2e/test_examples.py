@@ -104,7 +104,7 @@ def test_a_failing_policy_is_looked_into(kind: str, tmp_path: Path, child_env: d
     from etude import Trainer, TrainingConfiguration
     from etude.data import LeRobotDataModule
     from etude.policies import MLP, FlowMatching
-    from etude.rollouts.record import record
+    from etude.simulation.record import record
 
     policy = MLP(chunk_size=4) if kind == "mlp" else FlowMatching(down_dims=[8, 16], num_inference_steps=1)
     data = record("metaworld/reach", tmp_path / "data", episodes=2).root

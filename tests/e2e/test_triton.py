@@ -19,7 +19,7 @@ pytestmark = [
 
 RENDER = """
 import sys
-from etude.rollouts.environments import rendering
+from etude.simulation.environments import rendering
 assert rendering.prepare_mujoco() == sys.argv[1]
 import mujoco
 scene = '<mujoco><worldbody><light pos="0 0 3"/><camera name="eye" pos="0 0 2"/><geom size=".2"/></worldbody></mujoco>'
@@ -30,11 +30,13 @@ renderer = rendering.CameraRenderer(model, 48, 48)
 assert renderer.render(data, "eye").any()
 renderer.close()
 """
-PROBE = "from etude.rollouts.environments import rendering; rendering.find_egl_fault(); rendering.find_osmesa_fault()\n"
+PROBE = (
+    "from etude.simulation.environments import rendering; rendering.find_egl_fault(); rendering.find_osmesa_fault()\n"
+)
 PLUGIN = """
 import sys
 from etude.registry import ENVIRONMENT_REGISTRY
-from etude.rollouts.environments import make_environment
+from etude.simulation.environments import make_environment
 
 @ENVIRONMENT_REGISTRY.register("own")
 class Own:

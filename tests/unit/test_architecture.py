@@ -22,24 +22,12 @@ MAX_FILE_LINES, MAX_TRAINER_LINES, MAX_INIT_LINES, MAX_FUNCTION_LINES = 600, 400
 
 # A module may import its own layer and lower ones. `config.training` is plain data that everyone may read.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    (
-        "errors",
-        "lazy",
-        "logging",
-        "duration",
-        "rng",
-        "protocols",
-        "secrets",
-        "batches",
-        "trajectories",
-        "types",
-        "config.training",
-        "config.yaml12",
-    ),
+    ("errors", "lazy", "logging", "rng", "secrets", "types", "config.training", "config.yaml12"),
     ("signatures",),
     ("registry",),
     ("runs", "low_precision", "low_precision_probe"),
-    ("policies", "data", "algorithms", "rollouts", "callbacks"),
+    ("policies", "data", "algorithms", "simulation", "rollouts", "callbacks"),
+    ("loop",),
     ("engines",),
     ("trainer",),
     ("deploy", "redteam", "service"),
@@ -49,11 +37,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LAYER_OF = {name: height for height, names in enumerate(LAYERS) for name in names}
 # Narrower than their layer allows.
 ONLY = {
-    "registry": {"errors", "lazy", "protocols", "signatures"},
-    "runs": {"errors", "duration", "protocols", "secrets", "types", "config.training", "config.yaml12", "runs"},
+    "registry": {"errors", "lazy", "types", "signatures"},
+    "runs": {"errors", "secrets", "types", "config.training", "config.yaml12", "runs"},
 }
 
-TORCH_FREE = ("etude", "etude.errors", "etude.duration", "etude.protocols", "etude.registry", "etude.config")
+TORCH_FREE = (
+    "etude",
+    "etude.errors",
+    "etude.types.duration",
+    "etude.types.protocols",
+    "etude.registry",
+    "etude.config",
+)
 TORCH_FREE += ("etude.config.training", "etude.config.schema", "etude.config.load", "etude.cli", "etude.cli.main")
 HEAVY = ("torch", "numpy", "scipy", "sklearn", "transformers", "lightning", "ray", "mujoco", "fastapi", "tensorboard")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from etude import protocols, registry
+from etude import registry
 from etude.errors import RegistryError
 from etude.registry import (
     CALLBACK_REGISTRY,
@@ -25,6 +25,7 @@ from etude.registry import (
     load_plugins,
 )
 from etude.signatures import fit
+from etude.types import protocols
 
 
 @pytest.fixture(autouse=True)

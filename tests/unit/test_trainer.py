@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from etude import Callback, Loss, Result, Trainer, TrainingConfiguration
 from etude.config.training import EarlyStopping, OptimizerConfiguration
-from etude.engines.optimizers import Optimization
 from etude.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RegistryError
+from etude.loop.optimizers import Optimization
 from etude.runs.checkpoint import CheckpointStore
 from etude.runs.loggers import TensorBoardLogger
 from etude.runs.metrics import read_metrics

@@ -12,8 +12,8 @@ from etude.data.convert.run import convert
 from etude.errors import ConfigError, DataError
 from etude.policies import Diffusion, FlowMatching
 from etude.policies.language.build import language_model
-from etude.rollouts.environments.gym import GymEnvironment
 from etude.rollouts.reward_callback import EvaluateRewards
+from etude.simulation.environments.gym import GymEnvironment
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 from etude.algorithms.advantages import Ids, Single, Std, grpo, spread
 from etude.algorithms.kl import AdaptiveKLController, FixedKLController, kl_penalty
 from etude.algorithms.masked import masked_mean, masked_sum, masked_whiten
-from etude.trajectories import Trajectory
+from etude.types.trajectory import Trajectory
 
 __all__ = [
     "AdaptiveKLController", "FixedKLController", "compute_grpo_advantage_for_trajectories",

@@ -17,9 +17,9 @@ from etude.algorithms.advantages import discounted_returns
 from etude.algorithms.aggregate import aggregate
 from etude.algorithms.masked import precise
 from etude.algorithms.policy_gradient import PolicyGradient
-from etude.batches import Batch
 from etude.errors import ConfigError
 from etude.types import Loss
+from etude.types.batch import Batch
 
 
 @dataclass(kw_only=True)

@@ -13,10 +13,10 @@ import torch
 from etude.algorithms import losses
 from etude.algorithms.aggregate import Aggregation, aggregate
 from etude.algorithms.distillation import both_logits, ready_teacher
-from etude.batches import Batch
 from etude.errors import ConfigError
-from etude.trajectories import Trajectory
 from etude.types import Loss
+from etude.types.batch import Batch
+from etude.types.trajectory import Trajectory
 
 
 @dataclass(kw_only=True)

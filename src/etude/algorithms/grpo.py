@@ -12,8 +12,8 @@ from etude.algorithms.advantages import Single, Std
 from etude.algorithms.aggregate import Aggregation
 from etude.algorithms.masked import masked_mean
 from etude.algorithms.policy_gradient import PolicyGradient
-from etude.batches import Batch
 from etude.errors import ConfigError
+from etude.types.batch import Batch
 
 
 @dataclass(kw_only=True)

@@ -20,9 +20,9 @@ from torch import Tensor
 from etude.algorithms import losses
 from etude.algorithms.masked import masked_mean, masked_sum
 from etude.algorithms.moments import Gather, Moments, alone
-from etude.batches import Batch
 from etude.errors import ConfigError
 from etude.types import Loss
+from etude.types.batch import Batch
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer

@@ -6,7 +6,7 @@ from collections.abc import Hashable, MutableMapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from etude.trajectories import Trajectory
+from etude.types.trajectory import Trajectory
 
 
 def log_rollout_metrics(trajs: Sequence[Trajectory], metrics: MutableMapping[str, Any]) -> None:

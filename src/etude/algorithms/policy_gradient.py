@@ -23,9 +23,9 @@ from etude.algorithms.aggregate import Aggregation, aggregate
 from etude.algorithms.kl import AdaptiveKLController, FixedKLController, Kind, kl
 from etude.algorithms.masked import masked_sum
 from etude.algorithms.moments import Gather, Moments, alone
-from etude.batches import Batch
 from etude.errors import ConfigError, DataError
 from etude.types import Loss
+from etude.types.batch import Batch
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer

@@ -15,7 +15,7 @@ from etude.algorithms import losses
 from etude.algorithms.advantages import gae
 from etude.algorithms.masked import masked_whiten, precise
 from etude.algorithms.policy_gradient import PolicyGradient
-from etude.batches import Batch
+from etude.types.batch import Batch
 
 
 @dataclass(kw_only=True)

@@ -24,9 +24,9 @@ from torch import Tensor
 from etude.algorithms import losses
 from etude.algorithms.masked import masked_mean, masked_sum
 from etude.algorithms.policy_gradient import PolicyGradient
-from etude.batches import Batch
 from etude.errors import ConfigError
 from etude.types import Loss
+from etude.types.batch import Batch
 
 _SIDES = ("chosen", "rejected")
 _FIELDS = ("input_ids", "attention_mask", "loss_mask")

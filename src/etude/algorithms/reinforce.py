@@ -11,8 +11,8 @@ from torch import Tensor
 from etude.algorithms import advantages
 from etude.algorithms.advantages import Single
 from etude.algorithms.policy_gradient import PolicyGradient
-from etude.batches import Batch
 from etude.errors import ConfigError
+from etude.types.batch import Batch
 
 
 @dataclass(kw_only=True)

@@ -14,9 +14,9 @@ from torch import Tensor
 from etude.algorithms import losses
 from etude.algorithms.masked import masked_sum
 from etude.algorithms.preference import Pairwise
-from etude.batches import Batch
 from etude.errors import ConfigError
 from etude.types import Loss
+from etude.types.batch import Batch
 
 
 @dataclass(kw_only=True)

@@ -13,9 +13,9 @@ import torch
 from etude.algorithms import losses
 from etude.algorithms.aggregate import Aggregation, aggregate
 from etude.algorithms.masked import precise, predicted
-from etude.batches import Batch
 from etude.errors import ConfigError
 from etude.types import Loss
+from etude.types.batch import Batch
 
 
 @dataclass(kw_only=True)

@@ -60,7 +60,7 @@ def kinds(incomplete: str) -> list[str]:
 
 def tasks(incomplete: str) -> list[tuple[str, str]]:
     """Offer Meta-World's tasks with what they ask for."""
-    from etude.rollouts.environments.metaworld_tasks import TASKS
+    from etude.simulation.environments.metaworld_tasks import TASKS
 
     return [(name, text) for name, text in TASKS.items() if name.startswith(incomplete)]
 

@@ -14,7 +14,7 @@ from etude.cli.output import print_json, print_table, say
 from etude.registry import load_plugins
 
 if TYPE_CHECKING:
-    from etude.rollouts.results import EpisodeRow, EvaluationResult
+    from etude.simulation.results import EpisodeRow, EvaluationResult
 
 
 def evaluate_source(
@@ -39,7 +39,7 @@ def evaluate_source(
     options = read_options(settings, None, None)
     policy = find_policy(source, which)
     output = output or default_output(source)
-    from etude.rollouts.evaluate import evaluate_policy
+    from etude.simulation.evaluate import evaluate_policy
 
     stem = output / f"{'+'.join(env.replace('/', '-').replace(':', '-') for env in envs)}-{split}"
     total = episodes * len(envs)

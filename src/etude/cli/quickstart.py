@@ -13,7 +13,7 @@ from typing import Any
 from etude.cli.counting import Counting
 from etude.cli.output import say
 from etude.errors import ConfigError
-from etude.rollouts.presets import PRESETS, make_config
+from etude.simulation.presets import PRESETS, make_config
 
 FILE = "quickstart.json"
 STAGES = ("record", "train", "evaluate", "report")
@@ -36,7 +36,7 @@ def run_quickstart(
     gc.enable()  # switched off for the start by `main`
     if policy not in PRESETS:
         raise ConfigError(f"there is no preset for the policy {policy!r}; there are {', '.join(PRESETS)}")
-    from etude.rollouts.environments.metaworld import require_task
+    from etude.simulation.environments.metaworld import require_task
 
     task = require_task(task.removeprefix("metaworld/"))
     directory = directory or Path("runs") / f"quickstart-{task}-{policy}"
@@ -108,7 +108,7 @@ class StageLog:
 
 
 def _record(env: str, dataset: Path, episodes: int, noise: float, seed: int) -> dict[str, Any]:
-    from etude.rollouts.record import Noise, record
+    from etude.simulation.record import Noise, record
 
     counting = Counting("episode", episodes)
     try:
@@ -144,9 +144,9 @@ def _train(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _evaluate(directory: Path, env: str, episodes: int, seed: int) -> dict[str, Any]:
     from etude.config.restore import load_policy
-    from etude.rollouts.environments.rendering import EGL_PACKAGES, OSMESA_PACKAGES, prepare_mujoco
-    from etude.rollouts.evaluate import evaluate_policy
-    from etude.rollouts.results import EpisodeRow, EvaluationResult
+    from etude.simulation.environments.rendering import EGL_PACKAGES, OSMESA_PACKAGES, prepare_mujoco
+    from etude.simulation.evaluate import evaluate_policy
+    from etude.simulation.results import EpisodeRow, EvaluationResult
 
     counting, seen = Counting("episode", episodes), list[bool]()
 
@@ -179,8 +179,8 @@ def _evaluate(directory: Path, env: str, episodes: int, seed: int) -> dict[str, 
 
 
 def _report(directory: Path) -> dict[str, Any]:
-    from etude.rollouts.report import evaluation_sections
     from etude.runs.report import write_report
+    from etude.simulation.report import evaluation_sections
 
     path = write_report(directory, extra_sections=evaluation_sections(directory))
     return {"text": f"{path.stat().st_size / 1e3:.0f} kB", "path": str(path)}

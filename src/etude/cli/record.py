@@ -33,7 +33,7 @@ def record_demonstrations(
     gc.enable()  # switched off for the start by `main`
     options = read_options(settings, cameras, size)
     root = root or default_root(envs)
-    from etude.rollouts.record import Noise, record
+    from etude.simulation.record import Noise, record
 
     demonstrator = find_policy(policy)
     counting = Counting("episode", episodes * len(envs))

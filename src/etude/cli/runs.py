@@ -65,8 +65,8 @@ def make_report(run: str, output: Path | None, *, open_page: bool) -> None:
     directory = find_run(run)
     if not Run(directory).exists():
         raise EtudeError(f"{directory} is not a run: it has no status, metrics or checkpoints; see: etude runs")
-    from etude.rollouts.report import evaluation_sections
     from etude.runs.report import write_report
+    from etude.simulation.report import evaluation_sections
 
     path = write_report(directory, output, extra_sections=evaluation_sections(directory))
     say(str(path))

@@ -22,8 +22,8 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from etude.duration import Duration
 from etude.errors import ConfigError
+from etude.types.duration import Duration
 
 DurationField = Annotated[
     Duration,

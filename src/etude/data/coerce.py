@@ -14,7 +14,7 @@ from etude.data.loader import LoaderData, iterates_its_own_way
 from etude.data.map import MapData
 from etude.data.stream import StreamData
 from etude.errors import DataError
-from etude.protocols import Data
+from etude.types.protocols import Data
 
 _ACCEPTED = (
     "a dataset with __len__ and __getitem__, a DataLoader, an iterable or a function that returns one, "

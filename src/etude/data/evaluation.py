@@ -13,7 +13,7 @@ from etude.data.fetch import Request
 from etude.data.indexed import IndexedData
 from etude.data.stream import StreamData
 from etude.errors import DataError
-from etude.protocols import Data, Place
+from etude.types.protocols import Data, Place
 
 
 def evaluation_batches(source: Any, place: Place, limit: int | None = None) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from etude.data.fetch import Fetch, Request
 from etude.data.workers import Workers
 from etude.errors import DataError
-from etude.protocols import Place
+from etude.types.protocols import Place
 
 if TYPE_CHECKING:
     from etude.types import DataSpec

@@ -23,8 +23,8 @@ from etude.data.indexed import IndexedData
 from etude.data.order import Indices, Keys, Order
 from etude.data.passes import Passes, begin_pass, log, size_of
 from etude.errors import DataError
-from etude.protocols import Place
 from etude.rng import STREAM_EVALUATE, STREAM_ORDER, STREAM_SAMPLE, fold, fold_array, generators_kept
+from etude.types.protocols import Place
 
 if TYPE_CHECKING:
     from etude.types import DataSpec

@@ -11,8 +11,8 @@ from etude.data.fetch import Collate, Fetch, Request
 from etude.data.indexed import IndexedData
 from etude.data.order import Order, micro_starts
 from etude.errors import DataError
-from etude.protocols import Place
 from etude.rng import STREAM_EVALUATE, fold, fold_array
+from etude.types.protocols import Place
 
 if TYPE_CHECKING:
     from etude.types import DataSpec

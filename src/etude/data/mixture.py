@@ -17,9 +17,9 @@ from etude.data.lerobot.layout import BOOKKEEPING
 from etude.data.lerobot.reader import LeRobotDataset, mixed_stats, spec_features
 from etude.data.order import Indices, Keys, Order, micro_starts
 from etude.errors import DataError
-from etude.protocols import Place
 from etude.rng import STREAM_EVALUATE, STREAM_ORDER, fold, fold_array
 from etude.types import DataSpec
+from etude.types.protocols import Place
 
 log = logging.getLogger("etude.data")
 

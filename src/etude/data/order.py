@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from etude.errors import DataError
-from etude.protocols import ORDER_VERSION, Place
 from etude.rng import STREAM_ORDER, STREAM_SAMPLE, fold, fold_array
+from etude.types.protocols import ORDER_VERSION, Place
 
 Indices = NDArray[np.int64]
 Keys = NDArray[np.uint64]

@@ -10,8 +10,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from etude.batches import Batch
-from etude.trajectories import compute_position_id_with_mask
+from etude.types.batch import Batch
+from etude.types.trajectory import compute_position_id_with_mask
 
 __all__ = ["compute_position_id_with_mask", "padding_data"]
 

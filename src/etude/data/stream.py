@@ -11,8 +11,8 @@ from torch.utils.data import IterableDataset, default_collate
 from etude.data.fetch import Collate
 from etude.data.passes import Passes, begin_pass, log, open_pass
 from etude.errors import DataError
-from etude.protocols import Place
 from etude.rng import STREAM_EVALUATE, STREAM_SAMPLE, fold, seed_everything
+from etude.types.protocols import Place
 
 if TYPE_CHECKING:
     from etude.types import DataSpec

@@ -12,8 +12,8 @@ from torch import Tensor
 from etude.data.lines import read_json_lines
 from etude.data.map import MapData
 from etude.errors import DataError
-from etude.protocols import Place
 from etude.types import DataSpec
+from etude.types.protocols import Place
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer

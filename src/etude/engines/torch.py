@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from etude.engines.distributed import Group
-from etude.engines.session import Session
-from etude.engines.strategy import make_strategy
+from etude.loop.distributed import Group
+from etude.loop.session import Session
+from etude.loop.strategy import make_strategy
 from etude.types import Result
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from etude.config.training import DurationField, Section, TrainingConfiguration
-from etude.duration import Duration
 from etude.redteam.prompts import NEUTRAL_DEV_PROMPTS, NEUTRAL_PROMPTS, read_prompts
+from etude.types.duration import Duration
 
 if TYPE_CHECKING:
     from etude.redteam.hf_system import HFASTSystem

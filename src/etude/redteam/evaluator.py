@@ -15,7 +15,7 @@ import numpy as np
 
 from etude.errors import ConfigError, MissingExtraError, as_path
 from etude.rollouts.graph import Graph, Node
-from etude.rollouts.results import wilson_interval
+from etude.simulation.results import wilson_interval
 
 MEASURES = ("reward", "response_score", "probe_score", "combined_score", "perplexity")
 RESAMPLES = 2000

@@ -11,13 +11,13 @@ from typing import Any
 
 from etude.callbacks import Callback
 from etude.config.training import TrainingConfiguration
-from etude.duration import Duration
 from etude.errors import ConfigError, as_path
 from etude.redteam.config import SCORE, HFASTConfiguration
 from etude.redteam.prompts import as_prompts
 from etude.rollouts.graph import Graph
 from etude.runs import durable
 from etude.trainer import Trainer
+from etude.types.duration import Duration
 
 __all__ = ["HFASTConfiguration", "HFASTTrainer", "measure_turns"]
 

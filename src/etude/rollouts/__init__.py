@@ -1,1 +1,1 @@
-"""How experience is made: environments, demonstrations, evaluation in simulation."""
+"""How experience is made: prompts, rewards, episodes and conversations as Data for a step."""

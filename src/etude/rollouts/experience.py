@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from etude.duration import Progress
 from etude.errors import ConfigError, RolloutError
-from etude.protocols import Place
 from etude.rng import STREAM_ROLLOUT, fold
 from etude.rollouts.harness import Harness
 from etude.types import DataSpec, Loss, Updates, is_number
+from etude.types.duration import Progress
+from etude.types.protocols import Place
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer

@@ -17,22 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from etude.batches import Batch
 from etude.errors import ConfigError, NonFiniteError, RolloutError
-from etude.protocols import Place
 from etude.rng import fold_array
-from etude.rollouts.actors import PolicyActor, Seat
-from etude.rollouts.environments import make_environment
-from etude.rollouts.environments.base import Array, Environment, Observation, StepOutcome
-from etude.rollouts.episodes import EnvironmentPool, EpisodeRunner, Job
 from etude.rollouts.measures import measure_rewards, timed
-from etude.rollouts.results import EpisodeRow
 from etude.rollouts.rewards import MOST_HUNG
-from etude.rollouts.timed import TimedEnvironment
 from etude.rollouts.updates import as_updates, weightless
 from etude.signatures.nested import OptionsOf
-from etude.trajectories import Trajectory
+from etude.simulation.actors import PolicyActor, Seat
+from etude.simulation.environments import make_environment
+from etude.simulation.environments.base import Array, Environment, Observation, StepOutcome
+from etude.simulation.episodes import EnvironmentPool, EpisodeRunner, Job
+from etude.simulation.results import EpisodeRow
+from etude.simulation.timed import TimedEnvironment
 from etude.types import DataSpec, Updates
+from etude.types.batch import Batch
+from etude.types.protocols import Place
+from etude.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer

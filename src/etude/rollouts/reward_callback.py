@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from etude.callbacks import Callback
-from etude.duration import Duration, Progress
 from etude.errors import ConfigError, RolloutError
 from etude.rng import STREAM_EVALUATE, fold
 from etude.rollouts.text import TextRollouts, as_mapping
 from etude.signatures.nested import ComponentOf
+from etude.types.duration import Duration, Progress
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer

@@ -15,12 +15,10 @@ import numpy as np
 import torch
 
 from etude.algorithms.advantages import informative
-from etude.batches import Batch
 from etude.data.order import Order
 from etude.data.text import encode_continuation
 from etude.errors import ConfigError, RolloutError
 from etude.policies.language.sampling import Sampling
-from etude.protocols import Place
 from etude.rng import STREAM_ROLLOUT, fold
 from etude.rollouts.conversation import Conversation, Rollout
 from etude.rollouts.measures import measure_rewards, timed
@@ -29,8 +27,10 @@ from etude.rollouts.sources import make_reward, make_tasks
 from etude.rollouts.tasks import Task
 from etude.rollouts.updates import as_updates, weightless
 from etude.signatures.nested import ComponentOf
-from etude.trajectories import Trajectory
 from etude.types import DataSpec, Updates
+from etude.types.batch import Batch
+from etude.types.protocols import Place
+from etude.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from etude.algorithms.moments import Gather
-from etude.batches import Batch
-from etude.protocols import Place
 from etude.rng import fold
 from etude.types import Updates
+from etude.types.batch import Batch
+from etude.types.protocols import Place
 
 
 def as_updates(batch: Batch, algorithm: Any, place: Place, step: int, gather: Gather) -> Updates:

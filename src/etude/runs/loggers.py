@@ -20,8 +20,8 @@ from typing import Any, Literal
 import yaml
 
 from etude.errors import MissingExtraError
-from etude.protocols import Logger
 from etude.secrets import redact, redact_tree
+from etude.types.protocols import Logger
 
 _BACKLOG_ROWS = 10_000
 _files = itertools.count()

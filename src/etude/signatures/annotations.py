@@ -163,7 +163,7 @@ def _plain(annotation: Any) -> Any:
         return list
     if annotation in _AS_DICT:
         return dict
-    if annotation.__module__ == "etude.duration" and annotation.__name__ == "Duration":
+    if annotation.__module__ == "etude.types.duration" and annotation.__name__ == "Duration":
         from etude.config.training import DurationField
 
         return DurationField

@@ -12,7 +12,9 @@ from typing import Any
 Definition = ast.ClassDef | ast.FunctionDef | None
 
 # Modules whose names stand for themselves in annotations; importing them costs nothing that matters.
-_LIGHT = frozenset({"typing", "collections.abc", "pathlib", "pydantic", "etude.duration", "etude.config.training"})
+_LIGHT = frozenset(
+    {"typing", "collections.abc", "pathlib", "pydantic", "etude.types.duration", "etude.config.training"}
+)
 
 
 class Source:

@@ -18,9 +18,9 @@ from etude.algorithms.advantages import reinforce_plus_plus
 from etude.algorithms.kl import AdaptiveKLController
 from etude.algorithms.masked import masked_whiten
 from etude.algorithms.moments import Gather, Moments
-from etude.batches import Batch
-from etude.protocols import Place
 from etude.rollouts.updates import as_updates, weightless
+from etude.types.batch import Batch
+from etude.types.protocols import Place
 from tests.unit.algorithms.stand_in import Bigram, gradients, moved, rollouts
 
 

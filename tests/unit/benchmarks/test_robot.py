@@ -50,7 +50,7 @@ def test_a_row_is_known_by_all_that_its_outcome_depends_on() -> None:
 
 
 def test_demonstrations_of_pusht_are_disturbed_and_the_row_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from etude.rollouts.record import Noise
+    from etude.simulation.record import Noise
 
     row = robot.Row(("pusht",), "mlp", 5, 0)
     assert Noise(**row.noise).scale > 0 and not robot.Row(("reach",), "act", 5, 0).noise

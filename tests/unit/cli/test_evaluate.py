@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 from etude.cli.main import app
 from etude.errors import ConfigError, EtudeError
 from etude.policies.mlp import MLP
-from etude.rollouts.evaluate import evaluate_policy
-from tests.unit.rollouts.conftest import OPTIONS, PENDULUM, build
+from etude.simulation.evaluate import evaluate_policy
+from tests.unit.simulation.conftest import OPTIONS, PENDULUM, build
 
 pytest.importorskip("gymnasium")
 SETTINGS = [text for key, value in OPTIONS.items() for text in ("--option", f"{key}={json.dumps(value)}")]
@@ -80,7 +80,7 @@ def test_films_are_made(folder: Path) -> None:
 def test_an_environment_of_a_plugin_is_found(folder: Path) -> None:
     (folder / "slow_pendulum.py").write_text(
         "from etude.registry import ENVIRONMENT_REGISTRY\n"
-        "from etude.rollouts.environments.gym import GymEnvironment\n"
+        "from etude.simulation.environments.gym import GymEnvironment\n"
         "@ENVIRONMENT_REGISTRY.register('evaluate_test_pendulum')\n"
         "class Mine(GymEnvironment):\n"
         "    def __init__(self, max_steps: int = 5) -> None:\n"

@@ -135,7 +135,7 @@ def test_nested_values_of_parameters_are_checked_too(config: Config, folder: Pat
     (folder / "nested.py").write_text(
         "from dataclasses import dataclass\n"
         "from pydantic import BaseModel\n"
-        "from etude.duration import Duration\n"
+        "from etude.types.duration import Duration\n"
         "from etude.registry import CALLBACK_REGISTRY\n"
         "@dataclass\nclass Inner:\n    size: int = 1\n"
         "class Loose(BaseModel):\n    inner: Inner = Inner()\n"

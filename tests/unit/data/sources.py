@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.protocols import Data, Place
+from etude.types.protocols import Data, Place
 
 
 class Augmented:

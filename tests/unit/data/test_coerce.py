@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorD
 
 from etude.data import LoaderData, MapData, StreamData, as_data
 from etude.errors import DataError
-from etude.protocols import Place
+from etude.types.protocols import Place
 from tests.unit.data.sources import Augmented, flatten, taken
 
 

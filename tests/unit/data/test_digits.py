@@ -10,7 +10,7 @@ import torch
 from etude.data import Digits, MapData
 from etude.data import digits as digits_module
 from etude.errors import DataError, MissingExtraError
-from etude.protocols import Place
+from etude.types.protocols import Place
 from tests.unit.data.sources import same, taken
 
 

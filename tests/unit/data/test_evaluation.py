@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from etude.data import MapData, StreamData, evaluation_batches
 from etude.errors import DataError
-from etude.protocols import Place
+from etude.types.protocols import Place
 from tests.unit.data.sources import Augmented, flatten, same, taken
 from tests.unit.data.test_coerce import Module
 from tests.unit.data.test_loader import Buckets, Sharded

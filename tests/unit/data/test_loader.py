@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from etude.data import LoaderData, StreamData, as_data
 from etude.errors import DataError
-from etude.protocols import Data, Place
+from etude.types.protocols import Data, Place
 from tests.unit.data.sources import Augmented, flatten, same, taken
 
 STEPS = list(range(9))

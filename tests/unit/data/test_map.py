@@ -11,8 +11,8 @@ from torch.utils.data import Subset, TensorDataset
 from etude.data import Columns, MapData
 from etude.data.noise import normals, uniforms
 from etude.errors import DataError
-from etude.protocols import Data, Place
 from etude.rng import fold_array
+from etude.types.protocols import Data, Place
 from tests.unit.data.sources import Augmented, flatten, same, taken
 
 STEPS = [0, 1, 2, 3, 4, 5]

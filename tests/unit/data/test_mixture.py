@@ -14,7 +14,7 @@ pytest.importorskip("pyarrow")
 
 from etude.data import LeRobotDataset, Mixture, MixtureData, evaluation_batches
 from etude.errors import DataError
-from etude.protocols import Place
+from etude.types.protocols import Place
 from tests.unit.data.lerobot.recordings import FEATURES, everything, record
 from tests.unit.data.sources import same, taken
 

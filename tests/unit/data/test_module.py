@@ -18,8 +18,8 @@ from etude.data import Augment, LeRobotDataModule, LeRobotDataset, Mixture, as_d
 from etude.data.lerobot.layout import BOOKKEEPING
 from etude.data.module import find_dataset, lerobot_data, split_episodes
 from etude.errors import DataError
-from etude.protocols import Place
 from etude.registry import DATASET_BUILDER_REGISTRY
+from etude.types.protocols import Place
 from tests.unit.data.lerobot.recordings import everything, record
 from tests.unit.data.sources import same, taken
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from etude.data import order as order_module
 from etude.data.order import Order, micro_starts, permutation, shuffled
 from etude.errors import DataError
-from etude.protocols import Place
 from etude.rng import STREAM_SAMPLE, fold
+from etude.types.protocols import Place
 
 
 def step_indices(order: Order, place: Place, step: int) -> list[int]:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from etude.data import StreamData, as_data
 from etude.errors import DataError
-from etude.protocols import Data, Place
+from etude.types.protocols import Data, Place
 from tests.unit.data.sources import flatten, same, taken
 
 

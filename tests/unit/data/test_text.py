@@ -8,7 +8,7 @@ import pytest
 
 from etude.data.text import TextData
 from etude.errors import DataError
-from etude.protocols import Place
+from etude.types.protocols import Place
 
 
 class Letters:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from etude.data import MapData, Windows
 from etude.data.windows import statistics
 from etude.errors import DataError
-from etude.protocols import Place
+from etude.types.protocols import Place
 from tests.unit.data.sources import same, taken
 
 KEYS = np.zeros(0, dtype=np.uint64)

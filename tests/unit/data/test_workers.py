@@ -15,7 +15,7 @@ import torch
 
 from etude.data import MapData, StreamData
 from etude.errors import DataError
-from etude.protocols import Place
+from etude.types.protocols import Place
 from tests.unit.data.sources import Augmented, same
 
 
@@ -141,7 +141,7 @@ class Thing: pass
 thing = Thing(); weakref.finalize(thing, print)  # exit hooks of others must not come in between
 import multiprocessing, torch
 from etude.data import MapData
-from etude.protocols import Place
+from etude.types.protocols import Place
 data = MapData(list(range(20)))
 data.open(Place(batch_size=4, num_workers=2))
 data.take(0)

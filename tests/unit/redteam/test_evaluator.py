@@ -13,7 +13,7 @@ import pytest
 from etude.errors import ConfigError
 from etude.redteam.evaluator import ASTEvaluator, bootstrap_interval, compare, distinct_n, mean_distance
 from etude.rollouts.graph import Graph, Node, Sampler
-from etude.rollouts.results import wilson_interval
+from etude.simulation.results import wilson_interval
 from tests.unit.redteam.test_scorers import Letters
 from tests.unit.redteam.tiny_models import Share, make_sampler
 

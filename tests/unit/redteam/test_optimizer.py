@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, ReduceLROn
 
 from etude import Callback, Trainer, TrainingConfiguration
 from etude.config.training import OptimizerConfiguration
-from etude.engines.optimizers import Optimization
 from etude.errors import ConfigError
+from etude.loop.optimizers import Optimization
 from tests.crash.harness import compare
 from tests.unit.rollouts.test_harness import Guess, GuessSampler, Reinforce
 

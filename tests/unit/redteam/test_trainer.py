@@ -135,7 +135,7 @@ def test_large_checkpoints_are_announced_and_few_are_kept(tmp_path: Path, monkey
     config = HFASTConfiguration(training_steps=4, lr=1e-2, save_every=1)
     make(tmp_path, config=config, run=tmp_path / "small", dev_prompts=None).train()
     assert not caplog.records
-    monkeypatch.setattr("etude.engines.record.LARGE_BYTES", 1)
+    monkeypatch.setattr("etude.loop.record.LARGE_BYTES", 1)
     make(tmp_path, config=config, run=tmp_path / "large").train()
     (said,) = (record.getMessage() for record in caplog.records)
     assert said.startswith("each checkpoint takes 0.0 GB (policy 0.0, optimizer 0.0), and up to 2 are kept in ")

@@ -19,18 +19,18 @@ from etude.algorithms import PPO, RLOO, SFT, ReinforcePlusPlus
 from etude.errors import ConfigError, RolloutError
 from etude.policies import MLP, ActorCritic
 from etude.registry import ENVIRONMENT_REGISTRY
-from etude.rollouts.actors import Seat
-from etude.rollouts.environments import make_environment
-from etude.rollouts.environments.base import ACTION, STATE
 from etude.rollouts.explore import EnvironmentRollouts, Explorer
-from etude.rollouts.seeds import episode_seed
-from etude.rollouts.timed import TimedEnvironment
 from etude.runs.checkpoint import CheckpointStore
 from etude.runs.metrics import read_metrics
+from etude.simulation.actors import Seat
+from etude.simulation.environments import make_environment
+from etude.simulation.environments.base import ACTION, STATE
+from etude.simulation.seeds import episode_seed
+from etude.simulation.timed import TimedEnvironment
 from etude.types import Batch
 from tests.crash.harness import compare
 from tests.processes import reap, run_ranks, spawn
-from tests.unit.rollouts.point_reach import PointReach, faults
+from tests.unit.simulation.point_reach import PointReach, faults
 
 
 @pytest.fixture(autouse=True)

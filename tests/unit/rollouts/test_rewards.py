@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from etude.engines.watchdog import _is_alive
 from etude.errors import ConfigError, DataError, RolloutError
+from etude.loop.watchdog import _is_alive
 from etude.rollouts.rewards import MOST_HUNG, Rewards, contains_answer, exact_match
 from etude.rollouts.sources import make_reward, make_tasks
 from etude.rollouts.tasks import Addition, Digits, PromptFile, Prompts, Task

@@ -17,12 +17,12 @@ from etude.algorithms.ppo import PPO
 from etude.algorithms.reinforce import RLOO, ReinforcePlusPlus, ReMax
 from etude.errors import ConfigError, RolloutError
 from etude.policies.language import LanguageModel
-from etude.protocols import Place
 from etude.rollouts.conversation import Turn
 from etude.rollouts.tasks import Task
 from etude.rollouts.text import TextRollouts
 from etude.runs.checkpoint import CheckpointStore
 from etude.runs.metrics import read_metrics
+from etude.types.protocols import Place
 from tests.crash.harness import compare
 from tests.processes import reap, run_ranks, spawn
 

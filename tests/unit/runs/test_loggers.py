@@ -13,9 +13,9 @@ import pytest
 
 from etude import secrets
 from etude.errors import MissingExtraError
-from etude.protocols import Logger
 from etude.runs import loggers
 from etude.runs.loggers import LoggerGroup, MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from etude.types.protocols import Logger
 
 CANARY = "canary-90aa31c7"
 ALL = [TensorBoardLogger, WandbLogger, MlflowLogger, TrackioLogger]

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origi
 import pytest
 from pydantic import SecretStr
 
-from etude.duration import Duration
 from etude.signatures import Signature, read_runtime, read_static
+from etude.types.duration import Duration
 
 MODULE = '''
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, Optional, Union
 
 from pydantic import Field, SecretStr
 
-from etude.duration import Duration
+from etude.types.duration import Duration
 
 Mode = Literal["fast", "slow"]
 SIZES = [1, 2]

@@ -14,8 +14,8 @@ from etude.data.coerce import as_data
 from etude.data.passes import size_of
 from etude.data.stream import StreamData
 from etude.errors import DataError
-from etude.protocols import Data, Place
 from etude.types import batch_length
+from etude.types.protocols import Data, Place
 
 
 def ready_made(loader: Any, name: str = "train_loader") -> Data:

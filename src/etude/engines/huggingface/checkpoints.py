@@ -18,17 +18,17 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from etude.engines import guard
-from etude.engines.distributed import Group
 from etude.engines.huggingface import folder
-from etude.engines.optimizers import _is_plain, lay_out_state
 from etude.errors import CheckpointError, DirectoryInUseError
-from etude.protocols import ORDER_VERSION
+from etude.loop import guard
+from etude.loop.distributed import Group
+from etude.loop.optimizers import _is_plain, lay_out_state
 from etude.runs import durable
 from etude.runs.checkpoint import Checkpoint
 from etude.runs.lock import DirectoryLock
 from etude.runs.manifest import MANIFEST_NAME
 from etude.runs.tensor_file import read_tensor_file
+from etude.types.protocols import ORDER_VERSION
 
 log = logging.getLogger("etude")
 

@@ -16,11 +16,11 @@ from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerCallback, TrainerControl, TrainerState
 
 from etude.callbacks import Callback
-from etude.engines.distributed import Group
 from etude.engines.huggingface.options import check_options
-from etude.engines.session import Session
-from etude.engines.strategy import make_strategy
 from etude.errors import ConfigError
+from etude.loop.distributed import Group
+from etude.loop.session import Session
+from etude.loop.strategy import make_strategy
 from etude.types import Result
 
 if TYPE_CHECKING:

@@ -14,15 +14,15 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from etude.engines import guard
 from etude.engines.huggingface.batches import NumberedBatches
 from etude.engines.huggingface.checkpoints import SafeCheckpoints
 from etude.engines.huggingface.losses import Account, carries_weight, count_items, weigh
-from etude.engines.signals import StopSignals
-from etude.engines.step import Meter
 from etude.errors import Interrupted
-from etude.protocols import Place
+from etude.loop import guard
+from etude.loop.signals import StopSignals
+from etude.loop.step import Meter
 from etude.rng import STREAM_STEP, fold, seed_everything
+from etude.types.protocols import Place
 
 log = logging.getLogger("etude")
 

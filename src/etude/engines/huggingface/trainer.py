@@ -29,9 +29,9 @@ from etude.engines.huggingface.losses import (
     weigh,
 )
 from etude.engines.huggingface.steps import ExactSteps
-from etude.engines.session import choose_windows
-from etude.engines.signals import StopSignals
 from etude.errors import ConfigError, DataError, EtudeError, Interrupted, ShortRunError, exits_refused
+from etude.loop.session import choose_windows
+from etude.loop.signals import StopSignals
 from etude.low_precision import require_low_precision, require_low_precision_of
 from etude.rng import STREAM_EVALUATE, STREAM_INIT, fold, seed_everything
 

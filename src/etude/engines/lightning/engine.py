@@ -17,10 +17,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.trainer import Trainer as LightningTrainer
 
-from etude.engines.distributed import Group
-from etude.engines.session import Session
-from etude.engines.strategy import make_strategy
 from etude.errors import ConfigError
+from etude.loop.distributed import Group
+from etude.loop.session import Session
+from etude.loop.strategy import make_strategy
 from etude.registry import did_you_mean
 from etude.types import Result
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from etude.engines import guard
-from etude.engines.distributed import Group
 from etude.engines.lightning.checkpoint import SAVED
 from etude.engines.lightning.codec import encode
-from etude.engines.sharding import local_tensor
+from etude.loop import guard
+from etude.loop.distributed import Group
+from etude.loop.sharding import local_tensor
 from etude.low_precision import require_low_precision
 from etude.policies.base import specs_of
 from etude.rng import STREAM_EVALUATE, STREAM_STEP, fold, seed_everything

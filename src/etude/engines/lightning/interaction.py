@@ -15,8 +15,8 @@ from torch import nn
 from etude.engines.lightning.exact import ExactSteps
 from etude.engines.lightning.module import LightningPolicy
 from etude.engines.lightning.simulation import names_environment, with_simulation
-from etude.engines.session import choose_windows
 from etude.errors import ConfigError
+from etude.loop.session import choose_windows
 from etude.rng import STREAM_INIT, fold, generators_kept, seed_everything
 from etude.types import DataSpec
 

@@ -19,8 +19,8 @@ from etude.data.loader import LoaderData, iterates_its_own_way
 from etude.data.order import Keys
 from etude.data.passes import begin_pass, open_pass, size_of
 from etude.errors import DataError
-from etude.protocols import ORDER_VERSION, Place
 from etude.rng import STREAM_ORDER, STREAM_SAMPLE, fold, seed_everything
+from etude.types.protocols import ORDER_VERSION, Place
 
 if TYPE_CHECKING:
     from etude.data.fetch import Request

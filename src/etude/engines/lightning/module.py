@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from etude.config.training import OptimizerConfiguration
-from etude.engines.distributed import Group
 from etude.engines.lightning.simulation import Simulation, simulate
-from etude.engines.optimizers import build_optimizer, torch_optimizers
-from etude.engines.schedule import make_schedule
-from etude.engines.step import Meter
 from etude.errors import ConfigError
+from etude.loop.distributed import Group
+from etude.loop.optimizers import build_optimizer, torch_optimizers
+from etude.loop.schedule import make_schedule
+from etude.loop.step import Meter
 from etude.types import Loss, batch_length, split_loss
 
 

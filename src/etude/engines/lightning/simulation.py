@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 
-from etude.engines.distributed import Group
 from etude.engines.lightning.data import no_loaders
+from etude.loop.distributed import Group
 from etude.rng import fold
 
 EPISODES = 10
@@ -62,7 +62,7 @@ def simulate(policy: nn.Module, request: Simulation, group: Group) -> dict[str, 
 
     Ranks have seeds of their own; validation and test differ by their split.
     """
-    from etude.rollouts.evaluate import evaluate_policy
+    from etude.simulation.evaluate import evaluate_policy
 
     share = len(range(group.rank, request.episodes, group.world))
     seed = request.seed if group.world == 1 else fold(request.seed, group.rank)

@@ -27,9 +27,9 @@ from etude.engines.lightning.exact import reopen_epoch
 from etude.engines.lightning.interaction import PolicyDatasetInteraction
 from etude.engines.lightning.loaders import Addressed, address
 from etude.engines.lightning.module import LightningPolicy
-from etude.engines.optimizers import torch_optimizers
-from etude.engines.signals import StopSignals
 from etude.errors import ConfigError, DataError, Interrupted, exits_refused
+from etude.loop.optimizers import torch_optimizers
+from etude.loop.signals import StopSignals
 
 log = logging.getLogger("etude")
 

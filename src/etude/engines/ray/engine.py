@@ -20,11 +20,11 @@ except ModuleNotFoundError as error:
     raise MissingExtraError("the Ray engine needs ray; run: pip install 'etude[ray]'") from error
 
 from etude.engines.ray import cluster, worker
+from etude.engines.ray.log_forwarding import Listener, log_levels
 from etude.engines.ray.mailbox import Mailbox
 from etude.engines.ray.outcome import explain_failure, revive
 from etude.engines.ray.shipping import pack, take_weights
-from etude.engines.ray.voice import Listener, log_levels
-from etude.engines.signals import StopSignals
+from etude.loop.signals import StopSignals
 from etude.runs.directory import Run, resolve_run
 from etude.types import Result
 
@@ -159,7 +159,7 @@ class RayEngine:
             while fit.is_alive():
                 if ray.wait([letters], timeout=0.1)[0]:
                     for letter in ray.get(letters):
-                        listener.hear(*letter)
+                        listener.show(*letter)
                     letters = mailbox.collect.remote()
                 if signals.received and not told:
                     told = True
@@ -168,7 +168,7 @@ class RayEngine:
                     patience = float("inf")
                     log.info("waiting for Ray to start %d workers: the cluster may be busy", self.num_workers)
             for letter in [*ray.get(letters), *ray.get(mailbox.collect.remote(0.0))]:
-                listener.hear(*letter)
+                listener.show(*letter)
         finally:
             listener.close()
         return fit.failure

@@ -19,16 +19,16 @@ import torch
 from ray.exceptions import RaySystemError
 from torch import Tensor, nn
 
-from etude.engines.optimizers import freeze
-from etude.engines.precision import Precision
 from etude.errors import ConfigError, one_line
+from etude.loop.optimizers import freeze
+from etude.loop.precision import Precision
 from etude.registry import REGISTRIES, load_plugins, loaded_plugins
 from etude.rng import generators_kept
 from etude.runs.directory import Run
 from etude.secrets import known_secrets, register_secret
 
 if TYPE_CHECKING:
-    from etude.engines.session import Session
+    from etude.loop.session import Session
     from etude.trainer import Trainer
 
 Put = Callable[[Any], Any]

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 import ray.train
 
-from etude.engines.distributed import Group
+from etude.callbacks import ShowProgress
+from etude.engines.ray.log_forwarding import ForwardedDisplay, forwarding
 from etude.engines.ray.outcome import describe
 from etude.engines.ray.shipping import collect_weights, unpack
-from etude.engines.ray.voice import ShowProgress, speaking
-from etude.engines.session import Session
-from etude.engines.strategy import make_strategy
 from etude.errors import ConfigError, Interrupted, RankError
+from etude.loop.distributed import Group
+from etude.loop.session import Session
+from etude.loop.strategy import make_strategy
 from etude.runs.directory import Run
 from etude.runs.durable import is_this_host
 
@@ -57,7 +58,7 @@ def work(config: dict[str, Assignment]) -> None:
     task = config["task"]
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    with speaking(task.mailbox.post.remote, task.levels):
+    with forwarding(task.mailbox.post.remote, task.levels):
         try:
             outcome = _train(task, rank)
         except RankError:
@@ -80,9 +81,9 @@ def _train(task: Assignment, rank: int) -> dict[str, Any]:
     if found["attempt"] and group.is_main:
         log.warning("a worker was lost; Ray has started the group again, which goes on from the newest checkpoint")
     trainer = unpack(ray.get(task.parcel), ray.get)
-    Ear(task.mailbox, trainer).start()
+    SignalRelay(task.mailbox, trainer).start()
     if trainer.show_progress and group.is_main:
-        trainer.callbacks.append(ShowProgress(task.mailbox.post.remote))
+        trainer.callbacks.append(ShowProgress(ForwardedDisplay(task.mailbox.post.remote)))
     trainer.show_progress = False
     if group.is_main:
         _wait_for_predecessor(trainer.run_request)
@@ -131,15 +132,15 @@ def _is_written_by_another(status: dict[str, Any]) -> bool:
         return False
 
 
-class Ear(threading.Thread):
+class SignalRelay(threading.Thread):
     """Waits for a signal that the driver got, and notes it where the session looks for one."""
 
     def __init__(self, mailbox: Any, trainer: Trainer) -> None:
-        super().__init__(name="etude-ear", daemon=True)
+        super().__init__(name="etude-signal-relay", daemon=True)
         self._mailbox, self._trainer = mailbox, trainer
 
     def run(self) -> None:
-        """Hand the signal on, as soon as there is a session to hear it."""
+        """Hand the signal on, as soon as there is a session to take it."""
         number = ray.get(self._mailbox.wait_for_interrupt.remote())
         while not hasattr(self._trainer, "session"):
             time.sleep(0.02)

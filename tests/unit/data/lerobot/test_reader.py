@@ -20,7 +20,7 @@ from etude.data import MapData
 from etude.data.lerobot import LeRobotDataset
 from etude.data.lerobot import source as source_module
 from etude.errors import DataError
-from etude.protocols import Place
+from etude.types.protocols import Place
 from tests.unit.data.lerobot.recordings import NO_KEYS, everything, record
 from tests.unit.data.sources import same, taken
 

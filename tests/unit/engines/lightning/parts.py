@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from etude import Loss
 from etude.data.windows import statistics
 from etude.engines.lightning import Trainer
-from etude.rollouts.environments.base import StepOutcome
+from etude.simulation.environments.base import StepOutcome
 from etude.types import DataSpec, Feature
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

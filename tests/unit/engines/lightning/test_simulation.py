@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from etude.engines.distributed import Group
 from etude.engines.lightning.simulation import Simulation, simulate
+from etude.loop.distributed import Group
 from etude.policies.mlp import MLP
 from etude.registry import ENVIRONMENT_REGISTRY
-from etude.rollouts.seeds import episode_seed
+from etude.simulation.seeds import episode_seed
 from tests.processes import run_ranks
 from tests.unit.engines.lightning.parts import Moves, MovesModule, Reach, make
 

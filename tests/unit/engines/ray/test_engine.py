@@ -23,9 +23,9 @@ from etude.config.load import load
 from etude.data import Digits
 from etude.engines.ray import RayEngine
 from etude.engines.ray.cluster import _join
+from etude.engines.ray.log_forwarding import ForwardedDisplay, ForwardedStream, ForwardingHandler, Listener
 from etude.engines.ray.outcome import describe, explain_failure, revive
 from etude.engines.ray.shipping import pack, take_weights, unpack
-from etude.engines.ray.voice import LetterDisplay, LetterHandler, LetterStream, Listener
 from etude.errors import ConfigError, DataError, Interrupted, MissingExtraError, NonFiniteError, RankError
 from etude.policies import MLP
 from etude.secrets import redact, register_secret
@@ -248,19 +248,19 @@ def test_what_a_worker_says_is_shown_by_the_driver(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     listener = Listener()
-    stream = LetterStream(listener.hear, "out", sys.__stdout__)
+    stream = ForwardedStream(listener.show, "out", sys.__stdout__)
     stream.write("half ")
     assert capsys.readouterr().out == ""
     stream.write("a line\nrest")
     assert capsys.readouterr().out == "half a line\n"
     stream.flush()
-    LetterStream(listener.hear, "err", sys.__stderr__).write("oh\n")
-    LetterDisplay(listener.hear).update(3, 10, {"loss": 0.5}, 2.0, None)
+    ForwardedStream(listener.show, "err", sys.__stderr__).write("oh\n")
+    ForwardedDisplay(listener.show).update(3, 10, {"loss": 0.5}, 2.0, None)
     listener.close()
     shown = capsys.readouterr()
     assert shown.out == "rest" and shown.err.startswith("oh\nstep 3/10  loss 0.5")
     with caplog.at_level(logging.INFO, "etude"):
-        handler = LetterHandler(listener.hear)
+        handler = ForwardingHandler(listener.show)
         handler.emit(logging.LogRecord("etude", logging.INFO, "x.py", 1, "resuming from %s", ("here",), None))
         handler.emit(logging.LogRecord("ray.train", logging.ERROR, "x.py", 1, "chatter", (), None))
     assert [record.getMessage() for record in caplog.records] == ["resuming from here"]

@@ -1,0 +1,281 @@
+"""The run directory as a session sees it: rank 0 writes, every rank reads the same checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude import errors
+from etude.errors import CheckpointError, EtudeError, Interrupted
+from etude.loop.distributed import Group
+from etude.runs.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
+from etude.runs.directory import Run, plain_config, resolve_run
+from etude.runs.durable import write_atomically
+from etude.runs.lock import DirectoryLock
+from etude.runs.loggers import LoggerGroup
+from etude.runs.metrics import MetricsLog
+from etude.runs.tree import split_tensors
+from etude.types.duration import Progress
+
+if TYPE_CHECKING:
+    from etude.trainer import Trainer
+
+log = logging.getLogger("etude")
+
+LARGE_BYTES = 500_000_000
+"""The size of a checkpoint from which it is worth a line."""
+
+
+@contextmanager
+def refused_writes(directory: Path) -> Iterator[None]:
+    """Say in one sentence that a directory cannot be written: no room, no right, a broken disk, a size limit."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(unwritable(error, directory)) from error
+
+
+def unwritable(error: OSError, directory: Path | str) -> str:
+    """Return the sentence for a write that the system refused."""
+    return f"{error.filename or directory}: cannot be written ({error.strerror or error})"
+
+
+class Record:
+    """Writes what a run leaves behind; with `run=False`, nothing at all."""
+
+    def __init__(self, trainer: Trainer, group: Group, resume: str | Path) -> None:
+        self.trainer, self.group, self.resume = trainer, group, resume
+        self.directory: Path | None = None
+        self.store: CheckpointStore | None = None
+        self.metrics: MetricsLog | None = None
+        self._lock: DirectoryLock | None = None
+        self.loggers = LoggerGroup([])
+        self.changes: list[str] = []
+        """What differs from the session that this one goes on from, in words."""
+        self._said_size = False
+
+    def __enter__(self) -> Record:
+        trainer, config = self.trainer, self.trainer.config
+        request = trainer.run_request
+        if request is False:
+            return self
+        self.directory = self._take_directory(request)
+        trainer.run = Run(self.directory)
+        self.store = trainer.run.checkpoints(
+            keep_last=config.keep_last, keep_best=config.keep_best, best_mode=config.best_mode, on_warning=self._warn
+        )
+        return self
+
+    def _take_directory(self, request: Any) -> Path:
+        """Choose the directory and lock it, on rank 0; every rank learns which it is, or why it cannot be had."""
+        trainer = self.trainer
+        found: list[str | None] = [None, None, None]
+        if self.group.is_main:
+            try:
+                chosen = resolve_run(request, root=trainer.run_root, name=trainer.name, resume=self.resume).dir
+                found[0] = str(chosen)
+                self._lock = DirectoryLock(chosen, self._warn)
+                self._lock.acquire()
+            except EtudeError as error:
+                found[1:] = [type(error).__name__, str(error)]
+            except OSError as error:
+                found[1:] = ["CheckpointError", unwritable(error, found[0] or trainer.run_root)]
+        directory, kind, fault = self.group.gather(found)[0]
+        if fault is not None:
+            raise getattr(errors, kind or "EtudeError")(fault)
+        return Path(directory)
+
+    def __exit__(self, *_: object) -> None:
+        self.loggers.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _warn(self, message: str) -> None:
+        if self.group.is_main:
+            log.warning("%s", message)
+
+    def find_checkpoint(self, resume: str | Path) -> dict[str, Any] | None:
+        """Return the state to go on from, verified: the newest good one, the one named, or None to start afresh."""
+        if str(resume) == "never" or (self.store is None and str(resume) == "auto"):
+            return None
+        found: list[str | None] = [None, None]
+        checkpoint: Checkpoint | None = None
+        if self.group.is_main:
+            try:
+                checkpoint = self._load(resume)
+                found = [str(checkpoint.path), None]
+            except FileNotFoundError:
+                pass
+            except CheckpointError as error:
+                found = [None, str(error)]
+        path, error_text = self.group.gather(found)[0]
+        if error_text:
+            raise CheckpointError(error_text)
+        if path is None:
+            return None
+        if checkpoint is None:
+            checkpoint = read_checkpoint(Path(path))
+        if self.group.is_main:
+            self._tell(f"resuming from {checkpoint.path} at step {checkpoint.step}")
+        return checkpoint.tree
+
+    def _load(self, resume: str | Path) -> Checkpoint:
+        if str(resume) == "auto":
+            assert self.store is not None
+            if not self.store.steps():
+                raise FileNotFoundError
+            return self.store.load("last")
+        path = Path(resume)
+        if (path / "checkpoints").is_dir():
+            return CheckpointStore(path / "checkpoints", on_warning=self._warn).load("last")
+        if not path.exists():
+            raise CheckpointError(
+                f"no checkpoint at {path}; resume takes 'auto', 'never', a checkpoint or a run directory"
+            )
+        return read_checkpoint(path)
+
+    def start(
+        self, progress: Progress, parameters: tuple[int, int], changed: Sequence[str] = (), *, idle: bool = False
+    ) -> None:
+        """Open the metrics, cut back to where we go on from, and the loggers.
+
+        Args:
+            progress: Where the run goes on from.
+            parameters: How many parameters are trained, and how many there are.
+            changed: What differs from the session before, in words.
+            idle: The run had finished before; nothing will be trained, so what it was trained with stays on record.
+        """
+        if self.directory is None or not self.group.is_main:
+            return
+        with refused_writes(self.directory):
+            self._start(Run(self.directory), progress, parameters, changed, idle)
+
+    def _start(
+        self, run: Run, progress: Progress, parameters: tuple[int, int], changed: Sequence[str], idle: bool
+    ) -> None:
+        config = self.trainer.describe()
+        before = run.read_config() if idle else run.write_config(config)
+        if progress.step and before:
+            self.changes += _differences(before, plain_config(config))
+        self.changes += changed
+        if not idle:
+            for change in self.changes:
+                self._tell(f"changed since the last session: {change}")
+            run.write_environment()
+        run.set_status("running", step=progress.step, trainable_parameters=parameters[0], parameters=parameters[1])
+        self.metrics = run.metrics()
+        self.metrics.truncate_after(progress.step)
+        self.loggers = LoggerGroup(self.trainer.loggers)
+        self.loggers.start(run.dir, config, progress.step)
+
+    def write_statistics(self, norm_stats: Mapping[str, Any]) -> None:
+        """Write the statistics that batches are normalised by, for whoever uses the weights elsewhere."""
+        if self.directory is not None and self.group.is_main:
+            text = json.dumps(norm_stats, indent=2, allow_nan=False) + "\n"
+            with refused_writes(self.directory):
+                write_atomically(self.directory / "dataset_stats.json", text.encode())
+
+    def say_finished(self, progress: Progress, why: str) -> None:
+        """Say that there is nothing to train, what has changed since, and what to do."""
+        if self.group.is_main:
+            since = f" with other settings, code or data since then ({'; '.join(self.changes)})" if self.changes else ""
+            log.warning(
+                "%s had finished before (step %d: %s) and was not trained%s; ask for more steps, name another run, or "
+                'start afresh with resume="never"', self.directory or "the run", progress.step, why, since,
+            )  # fmt: skip
+
+    def _tell(self, message: str) -> None:
+        """Say something that is no warning, also to those who have not set up logging."""
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s", message)
+        elif self.trainer.show_progress:
+            print(f"etude: {message}", file=sys.stderr, flush=True)
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """Write one row to metrics.jsonl and the loggers."""
+        if self.metrics is not None:
+            self.metrics.write(step, row)
+            self.loggers.log(step, row)
+
+    def save(self, tree: Mapping[str, Any], step: int, metric: float | None) -> None:
+        """Hand a checkpoint to the background writer."""
+        if self.store is not None and self.group.is_main:
+            if not self._said_size:
+                self._say_size(tree)
+            self.store.save(tree, step=step, metric=metric)
+
+    def _say_size(self, tree: Mapping[str, Any]) -> None:
+        """Say once what checkpoints take, before a disk is full of them."""
+        self._said_size = True
+        sizes = {part: sum(t.nbytes for t in split_tensors(value)[1].values()) for part, value in tree.items()}
+        total = sum(sizes.values())
+        if total < LARGE_BYTES:
+            return
+        config = self.trainer.config
+        parts = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in sizes.items() if size >= 0.05 * total)
+        log.warning(
+            "each checkpoint takes %.1f GB (%s), and up to %d are kept in %s: see training.keep_last and keep_best",
+            total / 1e9, parts, config.keep_last + config.keep_best, self.directory,
+        )  # fmt: skip
+
+    def reserve(self, tree: Mapping[str, Any]) -> None:
+        """Get memory ready for saves like this one, so that the first does not wait for it."""
+        if self.store is not None and self.group.is_main:
+            self.store.reserve(tree)
+
+    def wait(self) -> str | None:
+        """Wait until everything is on disk; return what went wrong, if anything did."""
+        if self.store is None or not self.group.is_main:
+            return None
+        try:
+            self.store.wait()
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def finish(self, progress: Progress, error: BaseException | None, stopped: str | None) -> None:
+        """Write how the run ended."""
+        run = self.trainer.run
+        if not self.group.is_main or run is None or self.store is None:
+            return
+        self.wait()
+        # A run that failed before it could be taken up stands where it stood.
+        reached = {"step": progress.step} if self.metrics is not None else {}
+        try:
+            if error is None:
+                run.set_status("finished", **reached, stopped=stopped or "finished")
+            elif isinstance(error, Interrupted):
+                run.set_status("interrupted", **reached, error=error.message)
+            else:
+                run.set_status("failed", **reached, error=f"{type(error).__name__}: {error}")
+        except OSError as fault:  # checkpoints are there or were reported; how it ended is the lesser loss
+            log.warning("how the run ended could not be written to %s: %s", run.dir, fault.strerror or fault)
+
+    @property
+    def best(self) -> Path | None:
+        """The best checkpoint so far."""
+        return self.store.best if self.store is not None else None
+
+    @property
+    def last(self) -> Path | None:
+        """The newest checkpoint."""
+        return self.store.last if self.store is not None else None
+
+
+def _differences(before: Any, now: Any, path: str = "") -> list[str]:
+    """Return the settings that differ, as `training.lr: 0.1 -> 0.2`."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        keys = [*before, *(key for key in now if key not in before)]
+        return [
+            line
+            for key in keys
+            for line in _differences(before.get(key), now.get(key), f"{path}.{key}" if path else str(key))
+        ]
+    return [] if before == now else [f"{path}: {before} -> {now}"]

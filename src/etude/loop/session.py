@@ -1,0 +1,517 @@
+"""A session: everything that is alive while one rank trains, from the first look at the run directory to the last save.
+
+Engines own the outer loop; a session gives them its parts: `open`, `take_step` until `finished`, `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.callbacks import Callback, CallbackGroup, EarlyStop, ShowProgress
+from etude.data.evaluation import evaluation_batches
+from etude.errors import (
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    RankError,
+    ShortRunError,
+    exits_refused,
+    one_line,
+)
+from etude.loop import guard, provenance, state
+from etude.loop.distributed import Group
+from etude.loop.ema import EMA
+from etude.loop.manual import ManualStepper
+from etude.loop.optimizers import Optimization, freeze, shown_weights
+from etude.loop.precision import Precision
+from etude.loop.record import Record
+from etude.loop.sharding import local_tensor
+from etude.loop.signals import StopSignals
+from etude.loop.step import Meter, Stepper, make_loss_function
+from etude.loop.strategy import Strategy, count_parameters
+from etude.loop.watchdog import Pulse, Watchdog
+from etude.low_precision import require_low_precision, require_low_precision_of
+from etude.policies.normalize import BatchStatistics, act_in_data_units
+from etude.rng import STREAM_EVALUATE, STREAM_INIT, STREAM_ROLLOUT, fold, seed_everything
+from etude.types import Result, Updates
+from etude.types.duration import Duration, Progress
+from etude.types.protocols import Place
+
+if TYPE_CHECKING:
+    from etude.trainer import Trainer
+
+log = logging.getLogger("etude")
+
+SMALL_POLICY = 1_000_000
+"""Parameters below which one CPU thread is faster than several."""
+
+
+class Session:
+    """One rank's part in one call of `fit`."""
+
+    def __init__(self, trainer: Trainer, group: Group, strategy: Strategy) -> None:
+        self.trainer, self.config, self.group, self.strategy = trainer, trainer.config, group, strategy
+        self.progress = Progress()
+        self.meter = Meter()
+        self.pulse = Pulse()
+        self.signals = StopSignals()
+        self.stopping: str | None = None
+        self.metrics: dict[str, float] = {}
+        self.best: float | None = None
+        self._evaluated_at = self._ranked_at = self._saved_at = -1
+        self._is_best = self._said_unranked = False
+        self.evaluated_s = 0.0
+        """Seconds of this session that went into evaluating, which rates of training leave out."""
+        self._exits = ExitStack()
+        self.is_open = False
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def open(self, resume: str | Path) -> None:
+        """Build everything, take up the newest good checkpoint if there is one, and start the watch."""
+        trainer, config, group = self.trainer, self.config, self.group
+        trainer.session = self
+        self.is_open = True
+        watchdog = Watchdog(group.rank, group.world, self.pulse, config.hang_timeout_s)
+        self.watchdog = self._exits.enter_context(watchdog)
+        self._exits.enter_context(self.signals)
+        self.record = self._exits.enter_context(Record(trainer, group, resume))
+        checkpoint = self.record.find_checkpoint(resume)
+        self.place = Place(
+            config.seed, group.rank, group.world, config.batch_size, config.gradient_accumulation_steps,
+            config.num_workers, config.shuffle, state.order_version(checkpoint),
+        )  # fmt: skip
+        self.data = trainer.data
+        choose_windows(trainer.policy, self.data, trainer.eval_data)
+        self.data.open(self.place)
+        self._exits.callback(self.data.close)
+        self._build_policy()
+        self._build_callbacks()
+        self._odd = guard.odd_from_the_start(self.policy)
+        self.provenance = provenance.describe(trainer) if group.is_main else {}
+        changed: list[str] = []
+        if checkpoint is not None:
+            state.restore(self, checkpoint)
+            if group.is_main:
+                changed = provenance.changes(checkpoint["session"].get("provenance"), self.provenance)
+        idle = checkpoint is not None and self.finished
+        self.record.start(self.progress, count_parameters(self.policy), changed, idle=idle)
+        if self.statistics is not None and not idle:
+            self.record.write_statistics(self.statistics.to_json())
+        if not trainer.is_manual and not self.finished:
+            self._settle()
+        self.callbacks.on_fit_start(trainer)
+        if checkpoint is not None and self.finished:
+            self.record.say_finished(self.progress, self.stopping or f"reached its {self.length}")
+        self._clock = time.perf_counter() - self.progress.seconds
+        self._lap = (self.progress.step, time.perf_counter())
+        self._first_step = self.progress.step
+
+    def _build_policy(self) -> None:
+        trainer, config = self.trainer, self.config
+        self.policy: nn.Module = trainer.policy
+        require_low_precision(config.precision, self.group.device)  # before any layer calculates
+        seed_everything(fold(config.seed, STREAM_INIT))
+        if getattr(self.policy, "is_built", True) is False:
+            if self.data.spec is None:
+                raise ConfigError(
+                    "the policy takes its shapes from the data, but the data has no spec; give the policy's shapes"
+                )
+            self.policy.build(self.data.spec)  # type: ignore[operator]
+        self.precision = Precision(config.precision, self.group.device)
+        self.precision.convert(self.policy)
+        require_low_precision_of(self.policy)
+        self._choose_threads()
+        self.frozen = freeze(self.policy, config.freeze)
+        if config.compile:
+            self.policy.compile()
+        self._use_statistics()
+        loss = make_loss_function(trainer, self.policy, self.group.device, self.precision, self.normalize)
+        self.strategy.spread(self.policy, loss, manual=trainer.is_manual)
+        self.ema = EMA(self.policy, config.ema_decay) if config.ema_decay else None
+        self.names: dict[nn.Parameter, str] = {parameter: name for name, parameter in self.policy.named_parameters()}
+        self.optimizations: dict[str, Optimization] = trainer.make_optimizations()
+        self.stepper = self._make_stepper()
+        self.set_train_mode()
+        attached: list[Any] = [trainer.algorithm, self.data, trainer.eval_data]
+        for part in attached:
+            if hasattr(part, "attach"):
+                part.attach(trainer)
+
+    def _use_statistics(self) -> None:
+        """Normalise batches by the statistics that came with the data, unless the policy normalises by itself."""
+        given = getattr(self.data, "norm_stats", None)
+        inside = hasattr(self.policy, "normalizer")
+        self.statistics = BatchStatistics(given) if given is not None and not inside else None
+        self.normalize = None if self.statistics is None else self.statistics.normalize
+        if self.statistics is not None:
+            act_in_data_units(self.policy, self.statistics)
+
+    def _choose_threads(self) -> None:
+        wanted = self.config.num_threads
+        if wanted is None and self.group.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # Threads that wait for each other at every small matrix cost more than they bring: a 30k-parameter MLP
+            # took 130 ms a step with two threads on two busy cores, and 1 ms with one.
+            wanted = 1 if count_parameters(self.policy)[1] < SMALL_POLICY else None
+        if wanted is not None:
+            self._exits.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(wanted)
+
+    def _make_stepper(self) -> Stepper | ManualStepper:
+        config = self.config
+        if self.trainer.is_manual:
+            return ManualStepper(self)
+        stepper = Stepper(
+            self.strategy, self.optimizations, self.names, self.precision, self.ema, self.pulse, seed=config.seed,
+            batch_size=config.batch_size, accumulate=config.gradient_accumulation_steps, ids=self.data.ids,
+        )  # fmt: skip
+        stepper.meter = self.meter
+        return stepper
+
+    def _settle(self) -> None:
+        if self.group.world > 2:
+            parts: list[Any] = [part for part in (self.data, self.trainer.algorithm) if hasattr(part, "state_dict")]
+            kept = [part.state_dict() for part in parts]
+            micros = self._fetch(self.progress.step)
+            for part, state_before in zip(parts, kept, strict=True):
+                part.load_state_dict(state_before)
+            seed_everything(fold(self.config.seed, STREAM_INIT, self.group.rank))
+            with self.precision.forward():
+                self.strategy.settle(micros[0][0] if isinstance(micros, Updates) else micros[0])
+
+    def _build_callbacks(self) -> None:
+        callbacks: list[Callback] = list(self.trainer.callbacks)
+        if self.config.early_stopping is not None:
+            callbacks.append(EarlyStop(self.config.early_stopping))
+        if self.group.is_main and self.trainer.show_progress:
+            callbacks.append(ShowProgress())
+        self.callbacks = CallbackGroup(callbacks)
+
+    def at_exit(self, function: Callable[[], Any]) -> None:
+        """Have something done when the session ends, however it does."""
+        self._exits.callback(function)
+
+    def close(self, error: BaseException | None) -> None:
+        """End the session; `error` says why, if it did not end well. What goes wrong here never hides that."""
+        self.is_open = False
+        ends: list[Callable[[], Any]] = [lambda: self._exits.__exit__(type(error) if error else None, error, None)]
+        if hasattr(self, "record"):
+            ends.insert(0, lambda: self.record.finish(self.progress, error, self.stopping))
+        if error is not None and hasattr(self, "callbacks"):
+            ends.insert(0, lambda: self.callbacks.on_exception(self.trainer, error))
+        failure: BaseException | None = None
+        for end in ends:
+            try:
+                end()
+            except BaseException as later:  # noqa: BLE001 - a callback may raise anything, and the rest must end too
+                failure = failure or later
+        if failure is not None and error is None:
+            raise failure
+        if failure is not None:
+            log.warning("ending the run failed too: %s: %s", type(failure).__name__, one_line(failure))
+
+    @contextmanager
+    def running(self, resume: str | Path) -> Iterator[Session]:
+        """Open the session, close it however the block ends, and turn a peer's death into a clear error."""
+        failure: BaseException | None = None
+        try:
+            with exits_refused(lambda: f"step {self.progress.step}, before the requested {self.length}"):
+                self.open(resume)
+                yield self
+        except BaseException as error:
+            failure = error
+            fault = self.watchdog.diagnose() if isinstance(error, RuntimeError) and hasattr(self, "watchdog") else None
+            if fault:
+                failure = RankError(f"{fault}; ending rank {self.group.rank}")
+                raise failure from error
+            raise
+        finally:
+            self.close(failure)
+
+    # -- time ---------------------------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> Duration:
+        """The requested length of the run."""
+        return self.config.length
+
+    @property
+    def total_steps(self) -> int | None:
+        """The length in optimizer steps, if it can be known beforehand."""
+        length = self.length
+        if length.unit == "steps":
+            return int(length.value)
+        if length.unit == "epochs":
+            per_step = self.data.epochs(1) or self.data.epochs(1000) / 1000
+            return math.ceil(length.value / per_step) if per_step else None
+        return None
+
+    def counters(self) -> dict[str, float | None]:
+        """Return the epoch that is under way, how many there are to be if that is known, and the steps made."""
+        per_step, steps = self.data.epochs(1000) / 1000, self.total_steps
+        length = self.length
+        total = length.value if length.unit == "epochs" else None if steps is None else steps * per_step
+        epochs = math.ceil(total - 1e-9) if total else None
+        # A hair is added because the end of an epoch is a sum of fractions.
+        return {"epoch": int(self.progress.epochs + 1e-9), "total_epochs": epochs, "iterations": self.progress.step}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the requested length is reached, or something asked to stop for a reason."""
+        return self.stopping is not None or self.length.reached(self.progress)
+
+    def take_step(self) -> None:
+        """Take one optimizer step and whatever is due after it: log, evaluate, save, stop."""
+        before, config = self.progress, self.config
+        step = before.step
+        self.pulse.step = step
+        micros = self._fetch(step)
+        for name, (mean, weight) in getattr(self.data, "metrics", {}).items():
+            self.meter.add(name, mean, weight)
+        totals = self.stepper.take(
+            step, micros, self.signals.received, time.perf_counter() - self._clock, getattr(self.data, "env_steps", 0)
+        )
+        now = self.progress = Progress(
+            step + 1, self.data.epochs(step + 1), before.tokens + totals.weight, totals.env_steps, totals.seconds
+        )
+        self.pulse.longest_step_s = max(self.pulse.longest_step_s, now.seconds - before.seconds)
+        if before.step == self._first_step and config.save_every is not None:
+            self.record.reserve(state.collect(self))
+        if self.callbacks.watch_steps:
+            self.callbacks.on_step_end(self.trainer, {"loss": totals.loss})
+        if config.log_every.due(before, now):
+            self.log_training()
+        if config.evaluate_every is not None and config.evaluate_every.due(before, now):
+            self.evaluate()
+        if self.finished:
+            self._wrap_up()
+        elif self._is_best or (config.save_every is not None and config.save_every.due(before, now)):
+            self.save()
+        if totals.stop_signal:
+            self._interrupt(totals.stop_signal)
+
+    def _fetch(self, step: int) -> Any:
+        """Return the micro-batches of a step; data that is made by the policy is made on a random stream of its own."""
+        self.pulse.enter("data")
+        if not hasattr(self.data, "attach"):
+            return self.data.take(step)
+        seed_everything(fold(self.config.seed, STREAM_ROLLOUT, step, self.group.rank))
+        return self.data.take(step)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the plain value of every rank, in order; to wait for a slower rank does not count as hanging."""
+        phase = self.pulse.phase
+        self.pulse.enter("sync")
+        found = self.group.gather(value)
+        self.pulse.enter(phase)
+        return found
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Let callbacks know how far a long step has come."""
+        self.callbacks.on_part(self.trainer, what, done, total)
+
+    def written_tensors(self) -> list[Tensor]:
+        """Return what training writes to: weights, their averages, and what optimizers remember."""
+        states = [o.optimizer.state for o in self.optimizations.values()]
+        found: list[Any] = [p for p in self.policy.parameters() if p.requires_grad]
+        found += [value for state in states for values in state.values() for value in values.values()]
+        found += self.ema.shadow.values() if self.ema is not None else []
+        return [local_tensor(value) for value in found if isinstance(value, Tensor)]
+
+    def heed_signals(self, patience_s: float = 2.0) -> None:
+        """Save and leave a step that nothing has come of yet, if it does not end by itself after a stop signal.
+
+        For whoever waits while a step is fetched. Ranks that train together go on to where they all see the signal.
+        """
+        signals = self.signals
+        if signals.received and self.group.world == 1 and time.monotonic() - signals.received_s > patience_s:
+            self._interrupt(signals.received)
+
+    def _interrupt(self, signum: int) -> None:
+        # Ranks may each have got a signal; the sum says only that one did.
+        received = max(int(number) for number in self.group.gather(self.signals.received))
+        self.save(wait=True)
+        raise Interrupted(received or signum)
+
+    def _wrap_up(self) -> None:
+        """Log and evaluate what the cadence left over, then save: nothing is left to do after the last checkpoint."""
+        if self.meter.sums:
+            self.log_training()
+        if self._evaluated_at != self.progress.step and self.trainer.can_evaluate:
+            self.evaluate()
+        self.save(wait=True)
+
+    def finish(self) -> Result:
+        """End a run that has reached its length; never return short of it."""
+        if not self.finished:
+            raise ShortRunError(f"training ended at step {self.progress.step}, before the requested {self.length}")
+        for optimization in self.optimizations.values():
+            optimization.set_mode(training=False)
+        self.callbacks.on_fit_end(self.trainer)
+        return Result(
+            self.progress.step, dict(self.metrics), self.record.directory, self.record.best, self.record.last,
+            self.stopping or "finished", self._first_step, tuple(self.record.changes),
+        )  # fmt: skip
+
+    # -- what is due --------------------------------------------------------------------------------------------
+
+    def log_training(self) -> None:
+        """Write the means since the last log, with rates and norms."""
+        self.pulse.enter("sync")
+        row = {f"train/{name}": value for name, value in self.meter.read(self.group).items()}
+        row["epoch"] = self.progress.epochs
+        for name, optimization in self.optimizations.items():
+            row[f"lr/{name}"] = optimization.lr
+            if name in self.stepper.norms:
+                row[f"grad_norm/{name}"] = self.stepper.norms[name]
+        if self.precision.scale is not None:
+            row["loss_scale"] = self.precision.scale.value
+        step, then = self._lap
+        now = time.perf_counter()
+        steps = self.progress.step - step
+        row["time/step_ms"] = (now - then) * 1000 / max(1, steps)
+        row["time/elapsed_s"] = self.progress.seconds
+        timings = getattr(self.data, "timings", {})
+        row |= {f"time/{name}_ms": timings[name] * 1000 / max(1, steps) for name in timings}
+        timings.clear()
+        self._lap = (self.progress.step, now)
+        self._write(row)
+        self.callbacks.on_log(self.trainer, self.progress.step, row)
+
+    def _write(self, row: dict[str, float]) -> None:
+        self.metrics.update(row)
+        self.record.log(self.progress.step, row)
+
+    def evaluate(self) -> None:
+        """Let the trainer evaluate the policy as it is now."""
+        row = self.measure(self.trainer.evaluate)
+        self._evaluated_at = self.progress.step
+        wanted = self.config.best_metric
+        elsewhere = any(wanted in callback.measures for callback in self.callbacks.callbacks)
+        if row and wanted not in row and not elsewhere:
+            if "best_metric" in self.config.model_fields_set:
+                raise ConfigError(f"training.best_metric: {wanted!r} is not evaluated; there are {', '.join(row)}")
+            self._say_unranked(row)
+
+    def _say_unranked(self, row: Mapping[str, float]) -> None:
+        if not self._said_unranked and self.group.is_main and self.config.keep_best:
+            log.warning(
+                "evaluate() returned %s, but checkpoints are ranked by %s: none is kept as the best; return that, or "
+                "set training.best_metric and training.best_mode",
+                ", ".join(row), self.config.best_metric,
+            )  # fmt: skip
+        self._said_unranked = True
+
+    def measure(self, evaluate: Callable[[], Mapping[str, float]]) -> dict[str, float]:
+        """Record what a function finds: with averaged weights if there are any, on a random stream of its own.
+
+        Every rank must call; what rank 0 finds counts.
+        """
+        self.pulse.enter("evaluate")
+        began = time.perf_counter()
+        self.strategy.synchronise_buffers()
+        seed_everything(fold(self.config.seed, STREAM_EVALUATE, self.group.rank))
+        self.policy.eval()
+        with self.shown_weights(), torch.no_grad():
+            found: Any = evaluate()
+        self.set_train_mode()
+        if found is not None and not isinstance(found, Mapping):
+            raise ConfigError(f"evaluate must return a dictionary of numbers, got {type(found).__name__}")
+        # Rank 0 speaks for all: what differs between ranks was summed inside.
+        row: dict[str, float] = self.group.gather({_eval_name(k): float(v) for k, v in (found or {}).items()})[0]
+        spent_s = time.perf_counter() - began
+        self.evaluated_s += spent_s
+        self._lap = (self._lap[0], self._lap[1] + spent_s)  # what evaluating takes is no part of a step
+        if row:
+            self._write({**row, "time/evaluate_s": spent_s})
+            self._compare_with_best(row)
+            self.callbacks.on_evaluate_end(self.trainer, self.progress.step, row)
+        return row
+
+    @contextmanager
+    def shown_weights(self) -> Iterator[None]:
+        """Context with the weights to evaluate and export in place of the trained ones, where they differ."""
+        with ExitStack() as stack:
+            stack.enter_context(shown_weights(self.optimizations.values()))
+            if self.ema is not None:
+                stack.enter_context(self.ema.applied())
+            yield
+
+    def _compare_with_best(self, row: Mapping[str, float]) -> None:
+        config = self.config
+        value = row.get(config.best_metric)
+        if value is None:
+            return
+        self._ranked_at = self.progress.step
+        sign = -1 if config.best_mode == "min" else 1
+        if config.keep_best and not math.isnan(value) and (self.best is None or sign * value > sign * self.best):
+            self.best = value
+            self._is_best = True
+
+    def evaluate_losses(self) -> dict[str, float]:
+        """Return the mean loss and metrics over one pass of the evaluation data, over all ranks."""
+        meter = Meter()
+        key = fold(self.config.seed, STREAM_EVALUATE)
+        batches = evaluation_batches(self.trainer.eval_data, self.place, self.config.evaluate_batches)
+        loss = make_loss_function(self.trainer, self.policy, self.group.device, self.precision, self.normalize)
+        for number, batch in enumerate(batches):
+            self.pulse.enter("evaluate")
+            seed_everything(fold(key, number * self.group.world + self.group.rank))
+            with self.precision.forward():
+                root, factor, weight, metrics = loss(batch)
+            if float(weight):
+                meter.add("loss", root.item() * factor / float(weight), float(weight))
+                for name, value in metrics.items():
+                    meter.add(name, value, float(weight))
+        return meter.read(self.group)
+
+    def save(self, *, wait: bool = False) -> None:
+        """Save everything that the next step depends on; once per step, whoever asks."""
+        self.pulse.enter("save")
+        self._is_best = False
+        if self._saved_at != self.progress.step:
+            self.strategy.synchronise_buffers()
+            tree = state.collect(self)
+            guard.require_finite(self.group, self.progress.step, tree, self._odd, self.record.last)
+            ranked = self._ranked_at == self.progress.step
+            metric = self.metrics.get(self.config.best_metric) if ranked else None
+            self.record.save(tree, self.progress.step, metric)
+            self._saved_at = self.progress.step
+            with shown_weights(self.optimizations.values()):
+                self.callbacks.on_save(self.trainer, self.progress.step)
+        if wait:
+            fault = self.group.gather(self.record.wait())[0]
+            if fault:
+                raise CheckpointError(fault)
+
+    def set_train_mode(self) -> None:
+        """Put the policy in train mode, except for what is frozen."""
+        self.policy.train()
+        for module in self.frozen:
+            module.eval()
+        for optimization in self.optimizations.values():
+            optimization.set_mode(training=True)
+
+
+def choose_windows(policy: nn.Module, *sources: Any) -> None:
+    """Let data that is cut into windows of time take them from the policy: frames seen, actions planned."""
+    if not hasattr(policy, "action_delta_indices"):
+        return
+    for source in sources:
+        data = getattr(source, "dataset", source)
+        if hasattr(data, "use_windows"):
+            data.use_windows(observation=policy.observation_delta_indices, action=policy.action_delta_indices)
+
+
+def _eval_name(name: str) -> str:
+    return name if "/" in name else f"eval/{name}"

@@ -1,0 +1,1 @@
+"""Simulators: environments, who acts in them, demonstrations, evaluation, films."""

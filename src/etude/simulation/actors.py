@@ -1,0 +1,251 @@
+"""Who acts in a rollout: a policy, a scripted expert, or a function of the user's."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from etude.errors import ConfigError, NonFiniteError
+from etude.rng import generators_kept, seed_everything
+from etude.simulation.environments.base import Array, Environment, HasExpert, Observation
+from etude.types import DataSpec, Feature
+
+EXPERT = "expert"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One running episode, as the actor sees it."""
+
+    slot: int
+    env: Environment
+    observation: Observation
+    key: int
+    """Key of the random numbers that may be drawn at this step."""
+
+
+class Actor(Protocol):
+    """Decides what to do in any number of episodes at once, each in a slot of its own."""
+
+    most_slots: int | None
+    """How many episodes it can keep apart; None is any number."""
+
+    def session(self) -> AbstractContextManager[Any]:
+        """Return a context in which it acts; what it changes of the process is undone afterwards."""
+
+    def check(self, env: Environment) -> None:
+        """Raise if it cannot act in an environment."""
+
+    def reset(self, slot: int) -> None:
+        """Forget what was in a slot: a new episode begins there."""
+
+    def act(self, seats: Sequence[Seat]) -> list[Array]:
+        """Return the action of each running episode."""
+
+
+class ExpertActor:
+    """The expert that an environment comes with."""
+
+    most_slots: int | None = None
+
+    def session(self) -> AbstractContextManager[Any]:
+        """Change nothing."""
+        return ExitStack()
+
+    def check(self, env: Environment) -> None:
+        """Require an expert."""
+        if not isinstance(env, HasExpert):
+            raise ConfigError(f"{type(env).__name__} comes without an expert; give file.py:function or a run")
+
+    def reset(self, slot: int) -> None:
+        """Forget nothing: an environment that is reset resets its expert."""
+
+    def act(self, seats: Sequence[Seat]) -> list[Array]:
+        """Ask each environment what its expert does."""
+        return [cast(HasExpert, seat.env).expert_action() for seat in seats]
+
+
+class FunctionActor:
+    """A function from an observation to an action, or an object that is called like one and may have `reset()`."""
+
+    most_slots: int | None = None
+
+    def __init__(self, function: Callable[[Observation], Any]) -> None:
+        self._function = function
+        if hasattr(function, "reset"):
+            self.most_slots = 1  # it remembers, and cannot tell one episode from another
+
+    def session(self) -> AbstractContextManager[Any]:
+        """Keep the global random generators."""
+        return generators_kept()
+
+    def check(self, env: Environment) -> None:
+        """Leave it to the function."""
+
+    def reset(self, slot: int) -> None:
+        """Tell the object, if it wants to know, that a new episode begins."""
+        forget = getattr(self._function, "reset", None)
+        if forget is not None:
+            forget()
+
+    def act(self, seats: Sequence[Seat]) -> list[Array]:
+        """Call the function for each episode."""
+        actions = []
+        for seat in seats:
+            seed_everything(seat.key)
+            actions.append(np.asarray(self._function(seat.observation)))
+        return actions
+
+
+class PolicyActor:
+    """A trained policy.
+
+    Each episode is asked for on its own, with a batch of one and on one thread: what a row of a batch comes to depends
+    on the size of the batch (other kernels add in another order), and outcomes must not depend on the number of slots.
+    """
+
+    def __init__(self, policy: nn.Module, *, exact: bool = True, tasks: Mapping[str, int] | None = None) -> None:
+        """Take a policy with `select_action`.
+
+        Args:
+            policy: The policy.
+            exact: Ask for each episode on its own; false asks for all at once, faster on a GPU.
+            tasks: Index of each task by its text, for policies that were trained on several.
+        """
+        select = getattr(policy, "select_action", None)
+        if select is None:
+            raise ConfigError(f"{type(policy).__name__} has no select_action(observation) and cannot act")
+        self.policy, self._select, self._exact, self._tasks = policy, select, exact, tasks
+        self._takes_slots = "slots" in inspect.signature(select).parameters
+        remembers = hasattr(policy, "reset") and not self._takes_slots
+        self.most_slots: int | None = 1 if remembers else None
+        self.spec: DataSpec | None = getattr(policy, "spec", None)
+        self.device = next((p.device for p in policy.parameters()), torch.device("cpu"))
+        self.latencies_s: list[float] = []
+
+    def session(self) -> AbstractContextManager[Any]:
+        """Put the policy in eval mode, on one thread, without gradient; keep the global random generators."""
+        return _Acting(self.policy, self.device)
+
+    def check(self, env: Environment) -> None:
+        """Compare what the policy was trained on with what the environment shows and takes."""
+        if self.spec is None:
+            return
+        shown = env.spec.features
+        wanted = {name: one for name, one in self.spec.features.items() if one.role not in ("task", "text", "other")}
+        for name, feature in wanted.items():
+            if name not in shown:
+                fault = f"it has no {name}"
+            elif feature.role != "image" and tuple(feature.shape) != tuple(shown[name].shape):
+                fault = f"{name} differs"
+            else:
+                continue
+            raise ConfigError(
+                f"the policy was trained with {_listed(wanted)}, but the environment {env.task!r} has "
+                f"{_listed(shown)}: {fault}; train without it (exclude:), rename it (etude data convert --rename), "
+                "or choose other options of the environment"
+            )
+        for feature in self.spec.with_role("task").values():
+            if (feature.classes or 0) > 1:
+                self._task_index(env.task, feature.names)
+
+    def reset(self, slot: int) -> None:
+        """Forget plans and history of a slot."""
+        forget = getattr(self.policy, "reset", None)
+        if forget is not None:
+            forget([slot]) if self._takes_slots else forget()
+
+    def act(self, seats: Sequence[Seat]) -> list[Array]:
+        """Return the action of each running episode."""
+        groups = [[seat] for seat in seats] if self._exact else [list(seats)]
+        actions: list[Array] = []
+        for group in groups:
+            seed_everything(group[0].key)
+            rows = [self.tensors(seat) for seat in group]
+            batch = {name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]}
+            began = time.perf_counter()
+            slots = {"slots": [seat.slot for seat in group]} if self._takes_slots else {}
+            chosen = self._select(batch, **slots).cpu()
+            self.latencies_s.append(time.perf_counter() - began)
+            if chosen.is_floating_point() and not bool(torch.isfinite(chosen).all()):
+                raise NonFiniteError(f"{type(self.policy).__name__} chose an action that is not finite: {chosen[0]}")
+            actions.extend(chosen.numpy())
+        return actions
+
+    def tensors(self, seat: Seat) -> dict[str, Tensor]:
+        """Return what the policy looks at of an observation, images as (C, H, W)."""
+        seen: dict[str, Tensor] = {}
+        wanted = self.spec
+        for name, value in seat.observation.items():
+            if wanted is not None and name not in wanted.features:
+                continue
+            tensor = torch.from_numpy(np.ascontiguousarray(value))
+            seen[name] = tensor.permute(2, 0, 1) if value.ndim == 3 and value.dtype == np.uint8 else tensor
+        if wanted is not None:
+            for name, feature in wanted.with_role("task").items():
+                if (feature.classes or 0) > 1:
+                    seen[name] = torch.tensor(self._task_index(seat.env.task, feature.names))
+        return seen
+
+    def _task_index(self, task: str, names: Sequence[str] | None) -> int:
+        known = self._tasks or {text: index for index, text in enumerate(names or ())}
+        if task not in known:
+            listed = ", ".join(repr(text) for text in known) or "none by name"
+            raise ConfigError(f"the policy was not trained on the task {task!r}; it knows {listed}")
+        return known[task]
+
+
+class _Acting(AbstractContextManager[None]):
+    """Eval mode, one thread, no gradient; everything as before afterwards."""
+
+    def __init__(self, policy: nn.Module, device: torch.device) -> None:
+        self._policy, self._device, self._stack = policy, device, ExitStack()
+
+    def __enter__(self) -> None:
+        stack = self._stack
+        stack.enter_context(generators_kept())
+        stack.enter_context(torch.no_grad())
+        if self._device.type == "cpu":
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
+        modes = {module: module.training for module in self._policy.modules()}
+        self._policy.eval()
+        stack.callback(_set_modes, modes)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+def _set_modes(modes: Mapping[nn.Module, bool]) -> None:
+    for module, is_training in modes.items():
+        module.training = is_training
+
+
+def _listed(features: Mapping[str, Feature]) -> str:
+    return ", ".join(f"{name} {list(feature.shape)}" for name, feature in features.items())
+
+
+def make_actor(
+    policy: nn.Module | str | Callable[[Observation], Any],
+    *,
+    exact: bool = True,
+    tasks: Mapping[str, int] | None = None,
+) -> Actor:
+    """Return who acts: `"expert"` for the environment's own, a policy, or a function of an observation."""
+    if isinstance(policy, str):
+        if policy != EXPERT:
+            raise ConfigError(f"a policy is a module, a function or {EXPERT!r}, got {policy!r}")
+        return ExpertActor()
+    if isinstance(policy, nn.Module):
+        return PolicyActor(policy, exact=exact, tasks=tasks)
+    if callable(policy):
+        return FunctionActor(policy)
+    raise ConfigError(f"a policy is a module, a function or {EXPERT!r}, got {type(policy).__name__}")

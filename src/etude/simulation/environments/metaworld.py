@@ -1,0 +1,181 @@
+"""Meta-World's 50 tasks of a robot arm, each with a scripted expert.
+
+The goal is part of the observation: the experts look at it, and a policy that cannot see what its demonstrator saw
+has nothing to learn from. (The benchmarks for meta-learning hide it; the ones for multi-task learning show it.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from etude.errors import ConfigError
+from etude.registry import did_you_mean
+from etude.simulation.environments.base import ACTION, STATE, Array, Observation, StepOutcome, image_name
+from etude.simulation.environments.metaworld_tasks import CAMERAS, TASKS
+from etude.simulation.environments.quick_sawyer import quick_class
+from etude.simulation.environments.rendering import CameraRenderer, prepare_mujoco, require_rendering
+from etude.simulation.extras import import_extra
+from etude.types import DataSpec, Feature
+
+FPS = 80.0
+_TURNED = {"corner": True, "corner2": True, "corner3": True, "corner4": True}
+_AXES = ("x", "y", "z", "qx", "qy", "qz", "qw")
+_PARTS = (
+    *("hand_x", "hand_y", "hand_z", "gripper"),
+    *(f"object_{axis}" for axis in _AXES),
+    *(f"second_{axis}" for axis in _AXES),
+)
+STATE_NAMES = (*_PARTS, *(f"previous_{name}" for name in _PARTS), "goal_x", "goal_y", "goal_z")
+HAND_NAMES = tuple(name for name in STATE_NAMES if name.removeprefix("previous_") in _PARTS[:4])
+"""What a robot knows of itself: where its hand is and was; things and goal are for the cameras to see."""
+ACTION_NAMES = ("dx", "dy", "dz", "gripper")
+_HAND = [STATE_NAMES.index(name) for name in HAND_NAMES]
+
+
+class MetaWorld:
+    """One task of Meta-World v3: 39 numbers of state with the goal, 4 numbers of action, cameras if asked for.
+
+    An episode ends with success, or after `max_steps`.
+
+    Args:
+        task: Name of the task, such as pick-place; pick-place-v3 means the same.
+        cameras: Cameras to observe: corner, corner2, corner3, corner4, topview, behindGripper, gripperPOV.
+        size: Height and width of the observed pictures, in pixels.
+        state: full (39 numbers: hand, things, their past, and the goal) or hand (8 numbers: the hand and its past).
+        max_steps: Steps before an episode is truncated.
+        render_camera: Camera of the pictures for people.
+        render_height: Height of the pictures for people.
+        render_width: Width of the pictures for people.
+    """
+
+    fps = FPS
+
+    def __init__(
+        self,
+        task: str,
+        cameras: Sequence[str] = (),
+        size: int = 96,
+        state: Literal["full", "hand"] = "full",
+        max_steps: int = 500,
+        render_camera: str = "corner4",
+        render_height: int = 240,
+        render_width: int = 320,
+    ) -> None:
+        self.name = require_task(task)
+        self.task = TASKS[self.name]
+        self.cameras = tuple(cameras)
+        self.max_steps = max_steps
+        if state not in ("full", "hand"):
+            raise ConfigError(f"the state of Meta-World is full or hand, got {state!r}")
+        self._kept = None if state == "full" else _HAND
+        names = STATE_NAMES if state == "full" else HAND_NAMES
+        for camera in (*self.cameras, render_camera):
+            if camera not in CAMERAS:
+                near = did_you_mean(camera, CAMERAS)
+                raise ConfigError(f"Meta-World has no camera {camera!r}{near or ';'} It has {', '.join(CAMERAS)}")
+        prepare_mujoco()
+        if self.cameras:
+            require_rendering()
+        self._env, self._expert = _make(self.name)
+        self._env.max_path_length = max_steps
+        self._model_at_start = {name: getattr(self._env.model, name).copy() for name in _MOVED}
+        self._render_camera = render_camera
+        self._eye = CameraRenderer(self._env.model, size, size, _TURNED)
+        self._screen = CameraRenderer(self._env.model, render_height, render_width, _TURNED)
+        self._raw = np.zeros(len(STATE_NAMES))
+        features = {STATE: Feature((len(names),), "float32", "state", names=names)}
+        for camera in self.cameras:
+            features[image_name(camera)] = Feature((size, size, 3), "uint8", "image")
+        features[ACTION] = Feature((len(ACTION_NAMES),), "float32", "action", names=ACTION_NAMES)
+        self.spec = DataSpec(features, FPS)
+
+    @classmethod
+    def options_for(cls, spec: DataSpec) -> dict[str, Any]:
+        """Return the options with which the environment shows what a policy was trained to see."""
+        images = spec.with_role("image")
+        sizes = {max(feature.shape) for feature in images.values()}
+        cameras = [name.removeprefix(image_name("")) for name in images]
+        options: dict[str, Any] = {"cameras": cameras, "size": sizes.pop()} if len(sizes) == 1 else {}
+        if STATE in spec.features and spec[STATE].shape == (len(HAND_NAMES),):
+            options["state"] = "hand"
+        return options
+
+    def reset(self, seed: int) -> Observation:
+        """Begin the episode of a seed: where things and the goal lie follows from it and from nothing else."""
+        env = self._env
+        for name, values in self._model_at_start.items():
+            getattr(env.model, name)[:] = values
+        env.seed(seed)
+        # Tasks draw until the draw pleases them. Some then read where things are before MuJoCo has moved them there,
+        # so the scene is set twice with one draw, as Meta-World's own benchmarks do.
+        env.seeded_rand_vec, env._freeze_rand_vec, env.draws_only = True, False, True
+        self._set_scene()
+        env._freeze_rand_vec, env.draws_only = True, False
+        raw = self._set_scene()
+        env.curr_path_length = 0
+        env._prev_obs = raw[:18].copy()
+        raw[18:36] = raw[:18]
+        self._raw = raw
+        return self._observe()
+
+    def _set_scene(self) -> Array:
+        import_extra("mujoco").mj_resetData(self._env.model, self._env.data)
+        raw: Array = self._env.reset_model()
+        return raw
+
+    def step(self, action: Array) -> StepOutcome:
+        """Move the hand by an action within -1..1, which is where it is clipped to."""
+        self._raw, reward, _, truncated, info = self._env.step(np.clip(np.asarray(action, np.float32), -1.0, 1.0))
+        success = bool(info["success"])
+        return StepOutcome(self._observe(), float(reward), success, truncated and not success, success, info)
+
+    def expert_action(self) -> Array:
+        """Return what Meta-World's scripted expert does now, clipped to -1..1."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the experts ask for more than the bounds, by design
+            action = self._expert.get_action(self._raw)
+        bounded: Array = np.clip(action, -1.0, 1.0).astype(np.float32)
+        return bounded
+
+    def _observe(self) -> Observation:
+        state = self._raw if self._kept is None else self._raw[self._kept]
+        seen: Observation = {STATE: state.astype(np.float32)}
+        for camera in self.cameras:
+            seen[image_name(camera)] = self._eye.render(self._env.data, camera)
+        return seen
+
+    def render(self) -> Array:
+        """Return a picture of the scene for people."""
+        return self._screen.render(self._env.data, self._render_camera)
+
+    def close(self) -> None:
+        """Release the OpenGL contexts."""
+        self._eye.close()
+        self._screen.close()
+
+
+_MOVED = ("body_pos", "body_quat", "site_pos", "site_quat", "geom_pos", "geom_quat")
+"""What tasks change in their model when an episode begins."""
+
+
+def require_task(task: str) -> str:
+    """Return the short name of a task; raise, with the nearest one, if there is none."""
+    name = task.removesuffix("-v3")
+    if name not in TASKS:
+        near = did_you_mean(name, TASKS)
+        raise ConfigError(f"Meta-World has no task {task!r}{near + ' It' if near else '; it'} has: {', '.join(TASKS)}")
+    return name
+
+
+def _make(name: str) -> tuple[Any, Any]:
+    classes = import_extra("metaworld.env_dict").ALL_V3_ENVIRONMENTS
+    experts = import_extra("metaworld.policies").ENV_POLICY_MAP
+    env = quick_class(classes[f"{name}-v3"])()
+    env._partially_observable = False
+    del env.sawyer_observation_space  # cached with the goal hidden
+    env._set_task_called = True
+    return env, experts[f"{name}-v3"]()

@@ -1,0 +1,78 @@
+"""PushT: push a T-shaped block onto its outline with a round finger."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any, Literal
+
+from etude.errors import ConfigError
+from etude.simulation.environments.base import Array, Observation
+from etude.simulation.environments.gym import GymEnvironment
+from etude.simulation.environments.pusht_planner import PushTPlanner
+from etude.simulation.extras import import_extra
+from etude.types import DataSpec
+
+_OBSERVATIONS = {
+    "keypoints": "environment_state_agent_pos",
+    "pose": "state",
+    "pixels": "pixels_agent_pos",
+}
+
+
+class PushT(GymEnvironment):
+    """gym-pusht: actions are where the finger is to go, in pixels of a 512 x 512 table, ten times a second.
+
+    Success is a block that covers more than 95 % of its outline. Its expert is a planner (`pusht_planner`).
+
+    Args:
+        observe: keypoints (8 corners of the block as environment state, the finger as state), pose (finger, block
+            and angle in 5 numbers of state), or pixels (a picture, and the finger as state).
+        size: Height and width of the observed picture, in pixels.
+        max_steps: Steps before an episode is truncated.
+        render_size: Height and width of the pictures for people.
+    """
+
+    @classmethod
+    def options_for(cls, spec: DataSpec) -> dict[str, Any]:
+        """Return the options with which the environment shows what a policy was trained to see."""
+        if images := spec.with_role("image"):
+            return {"observe": "pixels", "size": max(next(iter(images.values())).shape)}
+        return {"observe": "keypoints" if spec.with_role("environment") else "pose"}
+
+    def __init__(
+        self,
+        observe: Literal["keypoints", "pose", "pixels"] = "keypoints",
+        size: int = 96,
+        max_steps: int = 300,
+        render_size: int = 256,
+    ) -> None:
+        if observe not in _OBSERVATIONS:
+            raise ConfigError(f"pusht observes one of {', '.join(_OBSERVATIONS)}, got {observe!r}")
+        os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")  # it greets on standard output
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import_extra("gym_pusht")  # registers its ids
+        sizes = {"observation_height": size, "observation_width": size}
+        shown = {"visualization_height": render_size, "visualization_width": render_size}
+        super().__init__(
+            "gym_pusht/PushT-v0",
+            task="Push the T-shaped block onto the T-shaped target",
+            max_steps=max_steps,
+            options={"obs_type": _OBSERVATIONS[observe], **sizes, **shown},
+        )
+        self._planner: PushTPlanner | None = None
+
+    def reset(self, seed: int) -> Observation:
+        """Begin the episode of a seed."""
+        if self._planner is not None:
+            self._planner.reset()
+        return super().reset(seed)
+
+    def expert_action(self) -> Array:
+        """Return where the planner wants the finger to go now. It carries a plan from step to step."""
+        scene = self._env.unwrapped
+        if self._planner is None:
+            self._planner = PushTPlanner(scene.goal_pose)
+        block = (*scene.block.position, scene.block.angle)
+        return self._planner.act(tuple(scene.agent.position), block, tuple(scene.agent.velocity))
