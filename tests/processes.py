@@ -99,7 +99,7 @@ def kill(pids: Iterable[int]) -> None:
             continue
 
 
-def wait_for(path: Path, timeout_s: float = 30.0) -> None:
+def wait_for(path: Path, timeout_s: float = 120.0) -> None:
     """Wait until a file exists."""
     deadline = time.monotonic() + timeout_s
     while not path.exists():
@@ -107,7 +107,7 @@ def wait_for(path: Path, timeout_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def wait_for_step(directory: Path, step: int, timeout_s: float = 30.0) -> None:
+def wait_for_step(directory: Path, step: int, timeout_s: float = 120.0) -> None:
     """Wait until a checkpoint of at least a step exists: a fast run may have written and pruned that of the step."""
     deadline = time.monotonic() + timeout_s
     while newest_step(directory) < step:

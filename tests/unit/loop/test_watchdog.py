@@ -14,7 +14,7 @@ from etude.errors import RankError
 from etude.loop import watchdog as module
 from etude.loop.distributed import Group
 from etude.loop.watchdog import Pulse, Watchdog, _is_alive
-from tests.processes import run_ranks
+from tests.processes import kill, reap, run_ranks, spawn
 
 
 def ranks(of_rank: list[Callable[[Watchdog], None]]) -> list[int]:
@@ -119,11 +119,13 @@ def test_a_rank_that_is_busy_inside_c_beyond_the_limit_hangs(
             group.barrier()
             watchdog.pulse.enter("sync")
             if group.rank == 1:
-                hold_the_interpreter(20)(watchdog)
-            time.sleep(20)
+                hold_the_interpreter(100)(watchdog)
+            time.sleep(100)
 
-    codes = run_ranks(work, 2, timeout_s=5)  # the busy one cannot end itself before it is back
-    assert codes == [RankError.exit_code, -signal.SIGKILL]
+    waiting, busy = spawn(work, 2)
+    assert reap([waiting]) == [RankError.exit_code]
+    kill([busy])  # it cannot end itself before it is back
+    assert reap([busy]) == [-signal.SIGKILL]
     assert "rank 1 hangs in phase 'loss'" in capfd.readouterr().err
 
 
