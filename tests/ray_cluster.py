@@ -34,21 +34,34 @@ def ray_cluster() -> Iterator[dict[str, str]]:
     folder = tempfile.mkdtemp(prefix="etude-ray-", dir="/tmp")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)}
-    command = [sys.executable, "-c", _PROGRAM, folder]
-    head = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**environment, **token}
-    )
-    assert head.stdin is not None and head.stdout is not None
+    # Ray gives a node 30 s to start, which a busy machine may exceed.
+    starts = (_start(folder, {**environment, **token}) for _ in range(3))
+    head, address = next((found for found in starts if found[1]), (None, ""))
+    assert head is not None, "the Ray cluster did not start"
     try:
-        address = head.stdout.readline().strip()
-        assert address, "the Ray cluster did not start"
         yield {"RAY_ADDRESS": address, **token}
     finally:
-        head.stdin.close()
-        try:
-            head.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            head.kill()
-            head.wait(timeout=30)
-        head.stdout.close()
+        _end(head)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(folder: str, environment: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
+    """Start a head, and return it with its address: none if it did not start, in which case it has ended."""
+    command = [sys.executable, "-c", _PROGRAM, folder]
+    head = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert head.stdout is not None
+    address = head.stdout.readline().strip()
+    if not address:
+        _end(head)
+    return head, address
+
+
+def _end(head: subprocess.Popen[str]) -> None:
+    assert head.stdin is not None and head.stdout is not None
+    head.stdin.close()
+    try:
+        head.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        head.kill()
+        head.wait(timeout=30)
+    head.stdout.close()
