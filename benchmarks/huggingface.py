@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.overhead import Batch, loss_of, make_batches, make_model
+from benchmarks.spread import Spread
 
 LOG_EVERY = 25
 GOAL = 1.03
@@ -147,8 +148,10 @@ CONTENDERS: dict[str, Callable[[nn.Module, DataLoader[Batch], int], list[float]]
 }
 
 
-def measure(width: int, depth: int, batch: int, steps: int, rounds: int, by_sample: bool) -> dict[str, float]:
-    """Return the CPU seconds per step of transformers alone, and the median over rounds of the others' ratio to it."""
+def measure(
+    width: int, depth: int, batch: int, steps: int, rounds: int, by_sample: bool
+) -> tuple[float, dict[str, Spread]]:
+    """Return the CPU seconds per step of transformers alone, and the others' ratios to it within each round."""
     ready, samples = make_batches(width, batch), Samples(width, 16 * batch)
     base: list[float] = []
     ratios: dict[str, list[float]] = {name: [] for name in CONTENDERS}
@@ -163,7 +166,7 @@ def measure(width: int, depth: int, batch: int, steps: int, rounds: int, by_samp
         base.append(spent["transformers"])
         for name, seconds in spent.items():
             ratios[name].append(seconds / spent["transformers"])
-    return {**{name: median(found) for name, found in ratios.items()}, "transformers": median(base)}
+    return median(base), {name: Spread.of(found) for name, found in ratios.items() if name != "transformers"}
 
 
 def main(by_sample: bool = False) -> dict[str, float]:
@@ -173,13 +176,12 @@ def main(by_sample: bool = False) -> dict[str, float]:
     torch.set_num_threads(1)
     found = {}
     for label, shape in (("~1 ms step", (128, 3, 256, 77, 25)), ("~13 ms step", (512, 6, 256, 27, 9))):
-        ratios = measure(*shape, by_sample)
-        base = ratios.pop("transformers")
+        base, ratios = measure(*shape, by_sample)
         print(f"Hugging Face, {label} ({base * 1000:.2f} ms), CPU time per step over transformers alone:")
         for name, ratio in ratios.items():
             goal = "" if by_sample else f"  (goal <= {GOAL})"
-            print(f"  {name:14s} {ratio:5.2f}x  {(ratio - 1) * base * 1e6:+8.0f} us{goal}")
-        found[label] = max(ratios.values())
+            print(f"  {name:14s} {ratio}  {(ratio.median - 1) * base * 1e6:+8.0f} us{goal}", flush=True)
+        found[label] = max(ratio.median for ratio in ratios.values())
     return found
 
 

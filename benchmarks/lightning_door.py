@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import statistics
 import tempfile
 import time
 import warnings
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import etude
 from benchmarks.overhead import make_model
+from benchmarks.spread import Spread
 from etude.engines.lightning import Trainer
 
 GOAL = 1.03
@@ -144,9 +144,9 @@ def main() -> float:
         base = spent["Lightning"]
         print(f"Lightning, {label} ({min(base) * 1000:.2f} ms with Lightning alone), CPU time per step:")
         for name, seconds in spent.items():
-            ratio = statistics.median(mine / theirs for mine, theirs in zip(seconds, base, strict=True))
-            print(f"  {name:26s} {ratio:5.2f}x  (goal <= {GOAL})")
-            worst = max(worst, ratio)
+            ratio = Spread.of([mine / theirs for mine, theirs in zip(seconds, base, strict=True)])
+            print(f"  {name:26s} {ratio}  (goal <= {GOAL})", flush=True)
+            worst = max(worst, ratio.median)
     return worst
 
 

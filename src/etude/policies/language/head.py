@@ -26,7 +26,7 @@ beyond, they are computed again there, chunk by chunk, which is a third more wor
 CHUNK_LOGITS = 16 << 20
 BLOCK_LOGITS = 1 << 18
 """Logits that pass through softmax at a time: 1 MB, which stays in the cache from one step of it to the next."""
-_HAS_ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+HAS_ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 NEVER = -1e4
 """A log-probability below which nothing is ever drawn: its exponential is 0 in every type, float64 included."""
 
@@ -87,7 +87,7 @@ def token_log_probs(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W' + b without gradient, by oneDNN if it can: a head of 49,152 rows takes two thirds of MKL's time."""
-    can = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and _HAS_ONEDNN
+    can = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and HAS_ONEDNN
     if not can or torch.is_grad_enabled():
         return functional.linear(x, weight, bias)
     found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from etude.errors import CheckpointError, ConfigError, as_path
 from etude.low_precision import require_low_precision_of
-from etude.policies.language import llama
+from etude.policies.language import layers, llama
 from etude.policies.language.decoder import CachedDecoder, Decoder
 from etude.policies.language.generation import GenerationStats, Generator
 from etude.policies.language.head import (
@@ -366,6 +366,9 @@ class LanguageModel(nn.Module):
                 out = causal(**inputs, output_hidden_states=True)
             return out.hidden_states[-1].flatten(0, 1)[layout.source_N], out.logits.flatten(0, 1)[layout.source_N]
         with attending(causal.config, layout.packing):
+            if layers.can_train(causal):
+                lines = layout.tokens_RW, layout.positions_RW, layout.mask_R1WW
+                return layers.hidden_states(causal, *lines, layout.source_N), None
             hidden = causal.base_model(**inputs).last_hidden_state
         return hidden.flatten(0, 1)[layout.source_N], None
 
