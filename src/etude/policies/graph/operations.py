@@ -31,18 +31,14 @@ def matmul(first: Tensor, second: Tensor) -> Tensor:
     return first @ second
 
 
-def cat(tensors: Any, *more: Tensor, dim: int = 0) -> Tensor:
-    """Join tensors, given as a list or one by one, along a dimension they have."""
-    return torch.cat(_together(tensors, more), dim)
+def cat(tensors: Any, dim: int = 0) -> Tensor:
+    """Join the tensors of a list along a dimension they have."""
+    return torch.cat(tensors, dim)
 
 
-def stack(tensors: Any, *more: Tensor, dim: int = 0) -> Tensor:
-    """Join tensors, given as a list or one by one, along a new dimension."""
-    return torch.stack(_together(tensors, more), dim)
-
-
-def _together(tensors: Any, more: tuple[Tensor, ...]) -> Any:
-    return (tensors, *more) if isinstance(tensors, Tensor) else (*tensors, *more) if more else tensors
+def stack(tensors: Any, dim: int = 0) -> Tensor:
+    """Join the tensors of a list along a new dimension."""
+    return torch.stack(tensors, dim)
 
 
 def chunk(tensor: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:

@@ -52,7 +52,7 @@ def test_a_sequential_model_is_its_layers_in_a_row(tmp_path: Path) -> None:
     x = torch.randn(5, 4)
     assert isinstance(model, nn.Module)
     assert torch.equal(model(x), twin(x))
-    assert list(model.state_dict())[0] == "graph_modules.layer0.weight"
+    assert next(iter(model.state_dict())) == "graph_modules.layer0.weight"
 
 
 def test_a_graph_joins_modules_and_operations() -> None:
@@ -74,7 +74,7 @@ def test_a_graph_joins_modules_and_operations() -> None:
     [
         ("add", ["$x", "$x"], lambda x: x + x), ("sub", ["$x", 1], lambda x: x - 1),
         ("mul", ["$x", 2, "$x"], lambda x: x * 2 * x), ("matmul", ["$x", "$x"], lambda x: x @ x),
-        ("cat", ["$x", "$x"], lambda x: torch.cat([x, x])), ("stack", [["$x", "$x"], ], lambda x: torch.stack([x, x])),
+        ("cat", [["$x", "$x"]], lambda x: torch.cat([x, x])), ("stack", [["$x", "$x"]], lambda x: torch.stack([x, x])),
         ("chunk", ["$x", 3], lambda x: x.chunk(3)), ("split", ["$x", [1, 2]], lambda x: x.split([1, 2])),
         ("getitem", ["$x", 0], lambda x: x[0]), ("getitem", ["$x", [0, 1]], lambda x: x[0, 1]),
         ("reshape", ["$x", [9]], lambda x: x.reshape(9)), ("reshape", ["$x", 1, -1], lambda x: x.reshape(1, -1)),
@@ -202,7 +202,8 @@ def test_files_build_on_files_and_merge_lists(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how, expected", [("append", [1, 2, 3]), ("prepend", [3, 1, 2]), ("replace", [3])])
 def test_lists_are_merged_as_asked(tmp_path: Path, how: str, expected: list[int]) -> None:
-    base = 'schema_version: 1\nitems: [1, 2]\nmodel: {graph: {inputs: [x], nodes: [{name: y, call: op:identity, args: ["${items}"]}], outputs: [$y]}}\n'
+    nodes = 'nodes: [{name: y, call: op:identity, args: ["${items}"]}]'
+    base = f"schema_version: 1\nitems: [1, 2]\nmodel: {{graph: {{inputs: [x], {nodes}, outputs: [$y]}}}}\n"
     write(tmp_path, base, "base.yaml")
     path = write(tmp_path, f"defaults: [{{base: base.yaml}}]\nitems: {{_merge_: {how}, _value_: [3]}}\n")
     assert build_model(path)(0) == expected
@@ -241,8 +242,9 @@ def test_references_keep_types_and_become_text_inside_text(monkeypatch: pytest.M
 
 
 def test_weights_are_the_same_for_any_hash_seed(tmp_path: Path) -> None:
-    write(tmp_path, "schema_version: 1\nmodel: {graph: {modules: {z: {_type_: Linear, in_features: 4, out_features: 4}, "
-          "a: {_type_: Linear, in_features: 4, out_features: 4}}}}\n", "base.yaml")  # fmt: skip
+    linear = "{_type_: Linear, in_features: 4, out_features: 4}"
+    base = f"schema_version: 1\nmodel: {{graph: {{modules: {{z: {linear}, a: {linear}}}}}}}\n"
+    write(tmp_path, base, "base.yaml")
     path = write(tmp_path, """
         defaults: [base.yaml]
         model:
