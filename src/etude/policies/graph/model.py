@@ -90,7 +90,7 @@ class GraphModel(nn.Module):
             except Exception as error:  # whatever a module raises keeps its type, and gains its node
                 label = _label(error.__traceback__)
                 if label:
-                    placed(error, label)
+                    placed(error, label, briefly=False)
                 raise
         if self._returns == "single":
             return values[self._single]

@@ -125,10 +125,19 @@ def check_call(
         raise place.error(f"{what}: {error}") from None
 
 
-def placed(error: Exception, where: str) -> Exception:
-    """Return the same error with the place in front of what it says; its type stays, and so does all else it holds."""
+def placed(error: Exception, where: str, *, briefly: bool = True) -> Exception:
+    """Return the same error with the place in front of what it says; its type stays, and so does all else it holds.
+
+    Args:
+        error: What was raised.
+        where: The place.
+        briefly: Put what it says in one line, without the frames that torch adds to errors of its C++ half.
+    """
     if len(error.args) == 1 and isinstance(error.args[0], str):
-        error.args = (f"{where}: {error.args[0]}",)
+        said = error.args[0]
+        if briefly:
+            said = " ".join(said.partition("Exception raised from")[0].split())[:400]
+        error.args = (f"{where}: {said}",)
     elif not error.args and not isinstance(error, ConfigError):
         error.args = (where,)
     if where not in str(error):

@@ -42,7 +42,8 @@ FREE = ((), ("sizes",), ("templates",), ("model", "graph", "modules"), ("model",
 WRONG: list[Any] = [
     None, True, -1, 0, 10**30, 1.5, float("inf"), "", "x", "$", "$$", "$x", "$t", "${", "${}", "${sizes}", "${model}",
     "${sizes.width}", "${env:int:HOME}", "${env:ETUDE_NOT_SET}", "${env:json:ETUDE_NOT_SET,[}", [], [[]], [None], {},
-    {"": 1}, {"_type_": "Linear"}, {"_type_": 3}, {"_target_": "os.system", "_args_": ["true"]}, {"_template_": "layer"},
+    {"": 1}, {"_type_": "Linear"}, {"_type_": 3}, {"_target_": "os.system", "_args_": ["true"]},
+    {"_template_": "layer"},
     {"_template_": "none"}, {"_merge_": "append", "_value_": []}, {"_merge_": "keyed", "key": "k", "_value_": [1]},
     {"_value_": 1}, {"_typ_": "Linear"}, "module:a", "op:eval", "op:", "a" * 400, "\u2028", list(range(40)),
 ]  # fmt: skip
@@ -92,7 +93,7 @@ def survive(seed: int, folder: Path) -> None:
         warnings.simplefilter("ignore")  # of layers without numbers
         try:
             build_model(path)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a component may raise anything
             said = str(error)
             assert "\n" not in said, (seed, said)
             assert "model.yaml" in said, (seed, type(error), said)
@@ -101,6 +102,7 @@ def survive(seed: int, folder: Path) -> None:
     assert not refused, (seed, tree)
 
 
+@pytest.mark.slow
 def test_damaged_models_are_refused_in_one_sentence(tmp_path: Path) -> None:
     for seed in range(300):
         survive(seed, tmp_path)
@@ -120,7 +122,11 @@ def refused(folder: Path, text: str) -> str:
     return str(caught.value)
 
 
-GRAPH = "schema_version: 1\nmodel: {graph: {inputs: [x], nodes: [{name: y, call: op:identity, args: [%s]}], outputs: [$y]}}\n"
+SEQUENCE = "schema_version: 1\nmodel: {sequential: {inputs: [%s], layers: [{_type_: %s}]}}\n"
+GRAPH = (
+    "schema_version: 1\n"
+    "model: {graph: {inputs: [x], nodes: [{name: y, call: op:identity, args: [%s]}], outputs: [$y]}}\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -133,20 +139,21 @@ GRAPH = "schema_version: 1\nmodel: {graph: {inputs: [x], nodes: [{name: y, call:
         ("schema_version: 1\ndefaults: [nowhere.yaml]\nmodel: {}\n", ":2:12: defaults[0]: there is neither"),
         ("schema_version: 1\ndefaults: [model.yaml]\nmodel: {}\n", "defaults go round in a circle"),
         ("schema_version: 1\nimport: [os]\n" + GRAPH[18:] % "$x", "unknown key; did you mean 'imports'?"),
-        (GRAPH % "$z", ":2:69: model.graph.nodes[0].args[0]: there is no value $z"),
+        (GRAPH % "$z", ":2:74: model.graph.nodes[0].args[0]: there is no value $z"),
         (GRAPH % "$y", "is made by this node or a later one"),
         ("a: ${b}\nb: ${a}\n" + GRAPH % '"${a}"', "refers to itself"),
-        ("a: {b: ${a}}\n" + GRAPH % '"${a}"', "refers to itself"),
+        ('a: {b: "${a}"}\n' + GRAPH % '"${a}"', "refers to itself"),
         (GRAPH % '"${nope.x}"', "names nothing in this file"),
-        ("templates: {a: {_template_: b}, b: {_template_: a}}\n" + GRAPH % "{_template_: a}", "round in a circle: a -> b"),
+        ("templates: {a: {_template_: b}, b: {_template_: a}}\n" + GRAPH % "{_template_: a}",
+         "round in a circle: a -> b"),
         (GRAPH % ("[" * 70 + "]" * 70), "nested more than"),
         (GRAPH.replace("op:identity", "op:identty") % "$x", "did you mean 'identity'?"),
         (GRAPH.replace("op:identity", "op:softmax") % "$x, 1, 2", "node 'y': too many positional arguments"),
-        ("schema_version: 1\nmodel: {sequential: {inputs: [h0], layers: [{_type_: ReLU}]}}\n", "'h0' exists already"),
-        ("schema_version: 1\nmodel: {sequential: {inputs: [x], layers: [{_type_: Linaer}]}}\n", "did you mean 'Linear'?"),
-        ("schema_version: 1\nmodel: {sequential: {inputs: [x], layers: [{_type_: ReLU, inplac: true}]}}\n",
+        (SEQUENCE % ("h0", "ReLU"), "'h0' exists already"),
+        (SEQUENCE % ("x", "Linaer"), "did you mean 'Linear'?"),
+        (SEQUENCE % ("x", "ReLU, inplac: true"),
          "has no parameter 'inplac'; did you mean 'inplace'?"),
-        ("schema_version: 1\nmodel: {graph: {inputs: [x], modules: {items: {_type_: ReLU}}, nodes: [], outputs: [x]}}\n",
+        (GRAPH.replace("nodes", "modules: {items: {_type_: ReLU}}, nodes") % "$x",
          "cannot be called 'items'"),
     ],
 )  # fmt: skip
@@ -165,4 +172,4 @@ def test_what_multiplies_is_refused(tmp_path: Path) -> None:
     chain = "\n".join(f"c{i}: ${{c{i + 1}}}" for i in range(400)) + "\nc400: 1\n"
     assert "times removed" in refused(tmp_path, chain + GRAPH % '"${c0}"')
     words = "\n".join(f'w{i}: "${{w{i + 1}}}${{w{i + 1}}}"' for i in range(40)) + "\nw40: word\n"
-    assert "too large" in refused(tmp_path, words + GRAPH % '"${w0}"')
+    assert "multiply" in refused(tmp_path, words + GRAPH % '"${w0}"')
