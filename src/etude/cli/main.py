@@ -13,6 +13,7 @@ import typer
 
 from etude.cli import complete
 from etude.cli.data import data_app
+from etude.cli.model import model_app
 from etude.cli.overrides import TakesOverrides
 from etude.cli.redteam import redteam_app
 from etude.errors import EtudeError, Interrupted
@@ -29,6 +30,7 @@ app = typer.Typer(
 new_app = typer.Typer(help="Write a working skeleton to start from.", no_args_is_help=True)
 app.add_typer(new_app, name="new")
 app.add_typer(data_app, name="data")
+app.add_typer(model_app, name="model")
 app.add_typer(redteam_app, name="redteam")
 
 _NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}

@@ -37,6 +37,9 @@ etude data view DATASET
 etude data view --episode N
 etude data view --open
 etude data view --output -o FILE
+etude model show FILE
+etude model show --json
+etude model show --output -o FILE
 etude data convert SRC DST
 etude data convert --format auto|aloha|robomimic|zarr = auto
 etude data convert --fps N
