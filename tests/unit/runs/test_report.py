@@ -19,8 +19,9 @@ import pytest
 
 from etude.errors import EtudeError
 from etude.runs import charts
-from etude.runs.charts import Series, downsample, draw_chart, format_step, linear_ticks, log_ticks, smooth
+from etude.runs.charts import Series, downsample, format_step, linear_ticks, log_ticks, plan_chart, smooth
 from etude.runs.manifest import Manifest
+from etude.runs.page import render
 from etude.runs.report import write_report
 
 VOID = {"meta", "input", "br", "path", "circle", "rect"}
@@ -305,7 +306,7 @@ def test_steps_on_one_axis_share_a_unit() -> None:
     ],
 )
 def test_any_values_can_be_drawn(values: list[float]) -> None:
-    drawn = draw_chart("x", [Series("x", range(len(values)), values)])
+    drawn = render("runs/chart.html", chart=plan_chart("x", [Series("x", range(len(values)), values)]))
     numbers = [float(found) for d in re.findall(r' d="M([^"]+)"', drawn) for found in re.findall(r"-?\d+\.\d", d)]
     assert "nan" not in drawn
     assert all(-1 <= number <= charts.WIDTH + 1 for number in numbers)
