@@ -77,6 +77,10 @@ def add_checkpoint(run: Path, step: int, metric: float | None, *links: str) -> N
         (run / "checkpoints" / link).symlink_to(path.name)
 
 
+def read_text(run: Path) -> str:
+    return " ".join(read_page(run)[1].text)
+
+
 def read_page(run: Path, **options: Any) -> tuple[str, Page]:
     html = write_report(run, **options).read_text(encoding="utf-8")
     return html, Page(html)
@@ -157,8 +161,7 @@ def test_everything_from_the_run_is_escaped(tmp_path: Path) -> None:
 def test_a_run_without_anything_still_has_a_page(tmp_path: Path) -> None:
     run = tmp_path / "empty"
     run.mkdir()
-    _, page = read_page(run)
-    text = " ".join(page.text)
+    text = read_text(run)
     assert "No metrics were logged yet." in text
     assert "No checkpoint was saved." in text
     assert "unknown" in text
@@ -169,8 +172,7 @@ def test_damaged_files_become_warnings(tmp_path: Path) -> None:
     (run / "environment.json").write_text("{")
     add_checkpoint(run, 10, 0.5, "last")
     (run / "checkpoints" / "step-00000010" / "manifest.json").write_text("junk")
-    _, page = read_page(run)
-    text = " ".join(page.text)
+    text = read_text(run)
     assert "config.yaml cannot be read" in text
     assert "environment.json cannot be read" in text
     assert "manifest.json is damaged" in text
@@ -191,8 +193,7 @@ def test_values_that_are_not_finite_leave_a_mark_and_a_warning(tmp_path: Path) -
 @pytest.mark.parametrize("state", ["failed", "interrupted"])
 def test_the_reason_of_an_early_end_is_shown(tmp_path: Path, state: str) -> None:
     status = {"state": state, "step": 3, "error": "non-finite loss at step 3 on rank 0"}
-    _, page = read_page(make_run(tmp_path / "run", ROWS, "", status))
-    assert "non-finite loss at step 3 on rank 0" in " ".join(page.text)
+    assert "non-finite loss at step 3 on rank 0" in read_text(make_run(tmp_path / "run", ROWS, "", status))
 
 
 def test_secrets_of_the_environment_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
