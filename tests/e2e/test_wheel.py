@@ -39,7 +39,8 @@ def installed(wheel: Path) -> Path:
 def test_the_wheel_has_every_module_every_preset_and_its_types(wheel: Path, repository: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     source, configs = repository / "src", repository / "configs"
-    modules = {str(path.relative_to(source)) for path in (source / "etude").rglob("*.py")}
+    kinds = (".py", ".html", ".css", ".js")
+    modules = {str(path.relative_to(source)) for path in (source / "etude").rglob("*") if path.suffix in kinds}
     presets = {f"etude/configs/{path.relative_to(configs)}" for path in configs.rglob("*.yaml")}
     inside = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert inside == modules | presets | {"etude/py.typed"}
@@ -71,6 +72,7 @@ def test_presets_are_listed_checked_and_trained_by_name(
     assert origins == {"default", str(installed / "etude/configs/robot/metaworld-act.yaml")}
     assert "reached step 2" in etude("train", "digits", "training.training_steps=2", "run.name=a")
     assert (tmp_path / "elsewhere/runs/a/status.json").is_file()
+    assert etude("report", "a").strip() == "runs/a/report.html"
 
 
 def test_a_skeleton_is_written_and_is_valid(etude: Callable[..., str]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,22 @@ def test_no_two_pages_write_one_folder() -> None:
                 writers.setdefault(folder, set()).add(page.name)
     assert len(writers) > 3
     assert {folder: pages for folder, pages in writers.items() if len(pages) > 1} == {}
+
+
+def _defined(tree: ast.AST, inside: str = "") -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield inside + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from _defined(node, f"{node.name}.")
+
+
+def test_the_page_on_architecture_names_what_there_is() -> None:
+    package = ROOT / "src/etude"
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py"))
+    defined = {name for tree in trees for name in _defined(tree)}
+    words = set(re.findall(r"`([^`\s]+)`", (ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")))
+    paths = {word for word in words if "/" in word or word.endswith(".py")}
+    assert {path for path in paths if not any((root / path).exists() for root in (package, ROOT))} == set()
+    assert words - paths - defined == set()
+    assert len(paths) > 20 and len(words - paths) > 10

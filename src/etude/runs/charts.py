@@ -1,4 +1,4 @@
-"""Curves as inline SVG: drawn here in both scales, so that the page needs no script to be read."""
+"""Curves as inline SVG: laid out here in both scales, so that the page needs no script to be read."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import Any
 
-WIDTH, HEIGHT = 560, 230
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 28
+from etude.runs.page import format_number
+
+BOX = (560, 230, 58, 14, 12, 28)  # page.js reads the same six
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = BOX
 # 300 buckets on 488 px: two points for every three pixels, beyond which no eye sees a difference.
 MOST_BUCKETS = 300
 SMOOTH_FROM_POINTS = 60
@@ -18,6 +20,7 @@ SMOOTHING_WINDOW = 1 / 40
 MARK_UP_TO_POINTS = 40
 # Differences of larger values overflow; such a curve is broken in any case.
 LARGEST_VALUE = 1e300
+_Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +100,6 @@ def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [tick for tick in linear_ticks(low, high) if tick > 0]
 
 
-def format_number(value: float) -> str:
-    """Write a value for people: `0.0123`, `1,234`, `1.2e-05`."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == int(value) and abs(value) < 1e7:
-        return f"{int(value):,}"
-    if 1e-3 <= abs(value) < 1e5:
-        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    return f"{value:.3g}"
-
-
 def format_step(step: float, largest: float) -> str:
     """Write a step for an axis that ends at `largest`: `500`, `20k`, `1.5M`."""
     for limit, unit, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
@@ -116,67 +108,47 @@ def format_step(step: float, largest: float) -> str:
     return f"{step:g}"
 
 
-def draw_chart(title: str, series: Sequence[Series], best: tuple[float, float] | None = None) -> str:
-    """Draw one figure: title, last values, curve in linear and logarithmic scale, range."""
-    finite = [line for line in (one.finite() for one in series) if line.values]
+def plan_chart(title: str, series: Sequence[Series], best: _Point | None = None) -> dict[str, Any]:
+    """Return what chart.html shows as `chart`: last values, curves in linear and logarithmic scale, range."""
+    lines = [line for line in (one.finite() for one in series) if line.values]
     broken = sorted({step for one in series for step in one.broken_steps()})
-    if not finite:
-        return (
-            f'<figure class="chart"><figcaption><h3>{escape(title)}</h3></figcaption>'
-            f'<p class="none">every value is NaN or infinite</p></figure>'
-        )
-    x = _axis_of([*broken, *(step for line in finite for step in line.steps)], pad=0.0)
-    values = [value for line in finite for value in line.values]
-    scales = {"linear": _axis_of(values, pad=0.06)}
-    if min(values) > 0:
-        scales["log"] = _log_axis_of(values)
-    drawn = "".join(_draw_scale(name, x, y, finite, best) for name, y in scales.items())
-    marks = "".join(f'<path class="broken" d="M{_px(x, step):.1f} {HEIGHT - BOTTOM}v-7"/>' for step in broken[:200])
-    data = {
-        "x": [x.low, x.high],
-        **{name: [y.low, y.high] for name, y in scales.items()},
-        "lines": [_points(line) for line in finite],
-        "names": [line.name for line in finite],
+    chart = {"title": title, "lines": lines, "box": BOX, "scales": {}, "broken": broken}
+    if not lines:
+        return {**chart, "note": "every value is NaN or infinite", "broken": ()}
+    x = _axis_of([*broken, *(step for line in lines for step in line.steps)], pad=0.0)
+    values = [value for line in lines for value in line.values]
+    axes = {"linear": _axis_of(values, pad=0.06)} | ({"log": _log_axis_of(values)} if min(values) > 0 else {})
+    data = {"box": BOX, "x": [x.low, x.high], **{name: [y.low, y.high] for name, y in axes.items()}}
+    return {
+        **chart,
+        "note": _range_note(lines, best),
+        "broken_at": [_px(x, step) for step in broken[:200]],
+        "scales": {name: _plan_scale(x, y, lines, best) for name, y in axes.items()},
+        "description": _describe(title, lines),
+        "data": json.dumps({**data, "lines": [_points(line) for line in lines]}, separators=(",", ":")),
     }
-    return (
-        f'<figure class="chart{"" if "log" in scales else " linear-only"}">'
-        f"<figcaption><h3>{escape(title)}</h3>{_legend(finite)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-label="{escape(_describe(title, finite))}" '
-        f'data-curve="{escape(json.dumps(data, separators=(",", ":")))}">{drawn}{marks}'
-        '<g class="cursor" visibility="hidden"><path/></g></svg>'
-        f'<p class="range">{_range_note(finite, broken, best)}</p></figure>'
-    )
 
 
-def _draw_scale(name: str, x: _Axis, y: _Axis, lines: Sequence[Series], best: tuple[float, float] | None) -> str:
-    grid = []
-    for tick in (log_ticks if y.log else linear_ticks)(y.low, y.high):
-        at = _py(y, tick)
-        grid.append(f'<path d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>')
-        grid.append(f'<text x="{LEFT - 8}" y="{at + 3.5:.1f}" text-anchor="end">{format_number(_tidy(tick))}</text>')
-    for tick in linear_ticks(x.low, x.high, most=6):
-        at = _px(x, tick)
-        grid.append(
-            f'<text x="{at:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{format_step(_tidy(tick), x.high)}</text>'
-        )
-    curves = "".join(_draw_line(index, line, x, y) for index, line in enumerate(lines))
-    ring = f'<circle class="best" cx="{_px(x, best[0]):.1f}" cy="{_py(y, best[1]):.1f}" r="5"/>' if best else ""
-    return f'<g class="{name}"><g class="grid">{"".join(grid)}</g>{curves}{ring}</g>'
+def _plan_scale(x: _Axis, y: _Axis, lines: Sequence[Series], best: _Point | None) -> dict[str, Any]:
+    ticks = (log_ticks if y.log else linear_ticks)(y.low, y.high)
+    return {
+        "rows": [(_py(y, tick), format_number(_tidy(tick))) for tick in ticks],
+        "columns": [(_px(x, tick), format_step(_tidy(tick), x.high)) for tick in linear_ticks(x.low, x.high, most=6)],
+        "curves": [_plan_curve(line, x, y) for line in lines],
+        "best": (_px(x, best[0]), _py(y, best[1])) if best else None,
+    }
 
 
-def _draw_line(index: int, line: Series, x: _Axis, y: _Axis) -> str:
-    chosen = downsample(line.steps, line.values)
-    raw = [(_px(x, line.steps[i]), _py(y, line.values[i])) for i in chosen]
-    smoothed = len(line.values) >= SMOOTH_FROM_POINTS and _is_rough(line.values)
-    drawn = f'<path class="line{" raw" if smoothed else ""}" d="{_path(raw)}"/>'
-    if smoothed:
+def _plan_curve(line: Series, x: _Axis, y: _Axis) -> dict[str, Any]:
+    raw = [(_px(x, line.steps[i]), _py(y, line.values[i])) for i in downsample(line.steps, line.values)]
+    smoothed: list[_Point] = []
+    if len(line.values) >= SMOOTH_FROM_POINTS and _is_rough(line.values):
         means = smooth(line.values)
         every = max(1, len(means) // (2 * MOST_BUCKETS))
         kept = [*range(0, len(means) - 1, every), len(means) - 1]
-        drawn += f'<path class="line" d="{_path([(_px(x, line.steps[i]), _py(y, means[i])) for i in kept])}"/>'
-    if len(raw) <= MARK_UP_TO_POINTS:
-        drawn += "".join(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="2.6"/>' for px, py in raw)
-    return f'<g class="c{index % 6}">{drawn}</g>'
+        smoothed = [(_px(x, line.steps[i]), _py(y, means[i])) for i in kept]
+    marks = raw if len(raw) <= MARK_UP_TO_POINTS else []
+    return {"path": _path(raw), "smoothed": _path(smoothed), "marks": marks}
 
 
 def _is_rough(values: Sequence[float]) -> bool:
@@ -186,24 +158,12 @@ def _is_rough(values: Sequence[float]) -> bool:
     return turns > len(values) / 5
 
 
-def _legend(lines: Sequence[Series]) -> str:
-    items = [
-        f'<span class="c{index % 6}">{f"<b>{escape(line.name)}</b> " if len(lines) > 1 else ""}'
-        f'<output data-line="{index}">{format_number(line.values[-1])}</output></span>'
-        for index, line in enumerate(lines)
-    ]
-    return f'<span class="legend">{"".join(items)}<small class="at">last</small></span>'
-
-
-def _range_note(lines: Sequence[Series], broken: Sequence[float], best: tuple[float, float] | None) -> str:
+def _range_note(lines: Sequence[Series], best: _Point | None) -> str:
     parts = []
     if best:
         parts.append(f"best {format_number(best[1])} at step {format_number(best[0])}")
     if len(lines) == 1:
         parts.append(f"min {format_number(min(lines[0].values))}, max {format_number(max(lines[0].values))}")
-    if broken:
-        many = "value" if len(broken) == 1 else "values"
-        parts.append(f"<strong>{len(broken)} {many} not finite, first at step {format_number(broken[0])}</strong>")
     return "; ".join(parts)
 
 
@@ -238,15 +198,15 @@ def _log_axis_of(values: Sequence[float]) -> _Axis:
 
 
 def _px(axis: _Axis, step: float) -> float:
-    return LEFT + axis.position(step) * (WIDTH - LEFT - RIGHT)
+    return round(LEFT + axis.position(step) * (WIDTH - LEFT - RIGHT), 1)
 
 
 def _py(axis: _Axis, value: float) -> float:
-    return HEIGHT - BOTTOM - axis.position(value) * (HEIGHT - TOP - BOTTOM)
+    return round(HEIGHT - BOTTOM - axis.position(value) * (HEIGHT - TOP - BOTTOM), 1)
 
 
-def _path(points: Sequence[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+def _path(points: Sequence[_Point]) -> str:
+    return "M" + "L".join(f"{x} {y}" for x, y in points) if points else ""
 
 
 def _can_draw(value: float) -> bool:

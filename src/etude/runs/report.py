@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
 import os
@@ -12,18 +10,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from etude.errors import EtudeError
-from etude.runs import charts
-from etude.runs.charts import Series, draw_chart, format_number
+from etude.runs.charts import Series, plan_chart
 from etude.runs.directory import Run, sound_status
+from etude.runs.durable import write_atomically
 from etude.runs.manifest import read_manifest
 from etude.runs.metrics import read_metrics
+from etude.runs.page import format_number, render
 from etude.runs.progress import format_duration
-from etude.runs.report_theme import SCRIPT, STYLE
 from etude.secrets import redact, redact_tree, register_secret
 
 GROUPS = {
@@ -35,13 +32,8 @@ GROUPS = {
 # One chart for all optimizers: their curves are read against each other.
 SHARED_CHARTS = {"lr": "learning rate", "grad_norm": "gradient norm"}
 UNPLOTTED = ("step", "epoch", "epochs", "tokens", "env_steps", "seconds", "time", "timestamp")
-STATE_SIGNS = {
-    "finished": "&#10003;",
-    "running": "&#9654;",
-    "interrupted": "&#10073;&#10073;",
-    "failed": "&#10005;",
-    "killed": "&#10005;",
-}
+# Indentation, key, and the rest.
+_YAML_LINE = re.compile(r"(\s*(?:- )*)([^\s:#'\"-][^:#]*(?=:\s|:$))?(.*)")
 Section = tuple[str, str]
 
 
@@ -72,12 +64,7 @@ def write_report(run_dir: Path, output: Path | None = None, *, extra_sections: S
     page = render_page(read_facts(run_dir), extra_sections)
     target = Path(output) if output is not None else run_dir / "report.html"
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_text(page, encoding="utf-8")
-        os.replace(aside, target)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_atomically(target, page.encode())
     return target
 
 
@@ -96,8 +83,7 @@ def read_facts(run_dir: Path) -> Facts:
         if broken := line.broken_steps():
             count = f"{len(broken)} values that are" if len(broken) > 1 else "a value that is"
             warnings.append(f"{name} has {count} not finite, first at step {format_number(broken[0])}")
-    told = status.get("warnings", [])
-    warnings.extend(str(text) for text in (told if isinstance(told, list) else [told]))
+    warnings.extend(map(str, status.get("warnings", [])))  # a list, or `sound_status` had left it out
     training = config.get("training")
     last_logged = max((int(row.get("step", 0)) for row in rows), default=0)
     return Facts(
@@ -117,43 +103,19 @@ def read_facts(run_dir: Path) -> Facts:
 
 def render_page(facts: Facts, extra_sections: Sequence[Section] = ()) -> str:
     """Return the whole page as text."""
-    script = SCRIPT % {
-        "width": charts.WIDTH, "height": charts.HEIGHT, "left": charts.LEFT,
-        "right": charts.RIGHT, "top": charts.TOP, "bottom": charts.BOTTOM,
-    }  # fmt: skip
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; media-src data:"
-    )
-    sections = [
-        *extra_sections,
-        ("Curves", _curves(facts)),
-        ("Checkpoints", _checkpoint_table(facts.checkpoints)),
-        ("Configuration", _config_panel(facts.config_text)),
-        ("Environment", _environment_panel(facts.environment)),
-    ]
-    body = "".join(
-        f'<section id="{_anchor(title)}"><div class="curves-head"><h2>{escape(title)}</h2>'
-        f"{_LOG_SWITCH if title == 'Curves' and facts.series else ''}</div>{html}</section>"
-        for title, html in sections
-    )
-    links = "".join(f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title, _ in sections)
-    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(facts.name)} - Etude report</title><style>{STYLE}</style></head>\n"
-        f'<body><div class="page">{_header(facts)}<nav aria-label="Sections">{links}</nav>{_warning_list(facts)}'
-        f"{_tiles(facts)}<main>{body}</main><footer>Written by Etude on {written}.</footer></div>"
-        f"<script>{script}</script></body></html>\n"
+    return render(
+        "runs/report.html",
+        run=facts,
+        extra_sections=extra_sections,
+        facts=[_describe_start(facts)],
+        tiles=_tiles(facts),
+        charts=_chart_groups(facts),
+        config=[_YAML_LINE.findall(line)[0] for line in facts.config_text.splitlines()],
+        environment=_environment_tables(facts.environment),
     )
 
 
-_LOG_SWITCH = '<label class="switch"><input type="checkbox" id="log">Logarithmic scale</label>'
-
-
-def _header(facts: Facts) -> str:
+def _describe_start(facts: Facts) -> str:
     parts = []
     if started := facts.status.get("started"):
         parts.append(f"started {_moment(started)}")
@@ -162,28 +124,10 @@ def _header(facts: Facts) -> str:
             parts.append(text.format(str(value)[:12] if key == "git_commit" else value))
     if (stopped := facts.status.get("stopped", "finished")) != "finished":
         parts.append(str(stopped))
-    state = facts.state
-    return (
-        f'<header><div class="top"><h1>{escape(facts.name)}</h1>'
-        f'<span class="pill {_anchor(state)}">{STATE_SIGNS.get(state, "?")} {escape(state)}</span></div>'
-        f'<p class="facts">{escape(", ".join(parts))}</p></header>'
-    )
+    return ", ".join(parts)
 
 
-def _warning_list(facts: Facts) -> str:
-    error = facts.status.get("error") or facts.status.get("reason")
-    items = []
-    if error and facts.state in ("failed", "interrupted"):
-        items.append(
-            f'<ul class="warnings{" bad" if facts.state == "failed" else ""}"><li>{escape(str(error))}</li></ul>'
-        )
-    if facts.warnings:
-        rows = "".join(f"<li>{escape(text)}</li>" for text in facts.warnings)
-        items.append(f'<ul class="warnings" aria-label="Warnings">{rows}</ul>')
-    return "".join(items)
-
-
-def _tiles(facts: Facts) -> str:
+def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
     total = None if facts.training.get("duration") else facts.training.get("training_steps")
     of_total = f"of {format_number(total)}" if isinstance(total, int | float) else ""
     tiles = [("Steps", format_number(facts.last_step), of_total)]
@@ -204,11 +148,7 @@ def _tiles(facts: Facts) -> str:
             best = _best_point(facts, name)
             note = f"best {format_number(best[1])} at {format_number(best[0])}" if best else ""
             tiles.append((name, format_number(values.values[-1]), note))
-    cells = "".join(
-        f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
-        for label, value, note in tiles
-    )
-    return f'<dl class="tiles">{cells}</dl>'
+    return tiles
 
 
 def _duration_s(facts: Facts) -> float | None:
@@ -221,25 +161,24 @@ def _duration_s(facts: Facts) -> float | None:
     return float(seconds)
 
 
-def _curves(facts: Facts) -> str:
+def _chart_groups(facts: Facts) -> dict[str, list[dict[str, Any]]]:
     by_prefix: dict[str, list[str]] = {}
     for name in sorted(facts.series, key=lambda name: (not name.endswith("/loss"), name)):
         by_prefix.setdefault(name.split("/", 1)[0] if "/" in name else "other", []).append(name)
     known = {prefix for prefixes in GROUPS.values() for prefix in prefixes}
     groups = GROUPS | {prefix: (prefix,) for prefix in sorted(by_prefix) if prefix not in known}
-    html = []
-    for title, prefixes in groups.items():
-        drawn = "".join(_draw_prefix(facts, prefix, by_prefix[prefix]) for prefix in prefixes if prefix in by_prefix)
-        if drawn:
-            html.append(f'<h3 class="group">{escape(title)}</h3><div class="charts">{drawn}</div>')
-    return "".join(html) or '<p class="none">No metrics were logged yet.</p>'
+    charts = {
+        title: [chart for prefix in prefixes for chart in _plan_prefix(facts, prefix, by_prefix.get(prefix, []))]
+        for title, prefixes in groups.items()
+    }
+    return {title: drawn for title, drawn in charts.items() if drawn}
 
 
-def _draw_prefix(facts: Facts, prefix: str, names: Sequence[str]) -> str:
+def _plan_prefix(facts: Facts, prefix: str, names: Sequence[str]) -> list[dict[str, Any]]:
     if prefix not in SHARED_CHARTS:
-        return "".join(draw_chart(name, [facts.series[name]], _best_point(facts, name)) for name in names)
+        return [plan_chart(name, [facts.series[name]], _best_point(facts, name)) for name in names]
     lines = [replace(facts.series[name], name=name.removeprefix(f"{prefix}/")) for name in names]
-    return draw_chart(SHARED_CHARTS[prefix], lines)
+    return [plan_chart(SHARED_CHARTS[prefix], lines)] if lines else []
 
 
 def _best_point(facts: Facts, name: str) -> tuple[float, float] | None:
@@ -254,59 +193,15 @@ def _best_point(facts: Facts, name: str) -> tuple[float, float] | None:
     return line.steps[index], line.values[index]
 
 
-def _checkpoint_table(checkpoints: Sequence[Mapping[str, Any]]) -> str:
-    if not checkpoints:
-        return '<p class="none">No checkpoint was saved.</p>'
-    rows = "".join(
-        f'<tr><td class="number">{format_number(entry["step"])}</td>'
-        f'<td class="number">{format_number(entry["metric"]) if entry["metric"] is not None else "-"}</td>'
-        f'<td class="number">{_size(entry["size_bytes"])}</td><td>{escape(entry["saved"])}</td>'
-        f"<td>{''.join(f'<span class={chr(34)}tag {tag}{chr(34)}>{tag}</span>' for tag in entry['tags'])}</td></tr>"
-        for entry in checkpoints
-    )
-    return (
-        '<div class="panel"><table><thead><tr><th scope="col" class="number">Step</th>'
-        '<th scope="col" class="number">Metric</th><th scope="col" class="number">Size</th>'
-        '<th scope="col">Saved</th><th scope="col" style="width:50%"></th></tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _config_panel(text: str) -> str:
-    if not text.strip():
-        return '<p class="none">No configuration was stored: the run was started from Python.</p>'
-    lines = []
-    for line in text.splitlines():
-        match = re.match(r"^(\s*(?:- )*)([^\s:#'\"-][^:#]*)(:)(\s.*|)$", line)
-        if line.lstrip().startswith("#"):
-            lines.append(f'<span class="o">{escape(line)}</span>')
-        elif match:
-            indent, key, _, rest = match.groups()
-            lines.append(f'{escape(indent)}<span class="k">{escape(key)}</span>:{escape(rest)}')
+def _environment_tables(environment: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return titles and texts by the name of the table; that of the values outside any has none."""
+    tables: dict[str, dict[str, str]] = {"": {}}
+    for key, value in environment.items():
+        if isinstance(value, dict):
+            tables[_title(key)] = {_title(name): _plain(inner) for name, inner in value.items()}
         else:
-            lines.append(escape(line))
-    return f'<div class="panel"><pre>{chr(10).join(lines)}</pre></div>'
-
-
-def _environment_panel(environment: Mapping[str, Any]) -> str:
-    if not environment:
-        return '<p class="none">No environment was recorded.</p>'
-    plain = {key: value for key, value in environment.items() if not isinstance(value, dict)}
-    nested = {key: value for key, value in environment.items() if isinstance(value, dict)}
-    html = [f'<div class="panel">{_value_table(plain)}']
-    html += [
-        f"<details><summary>{escape(_title(key))} ({len(value)})</summary>{_value_table(value)}</details>"
-        for key, value in nested.items()
-    ]
-    return "".join(html) + "</div>"
-
-
-def _value_table(values: Mapping[str, Any]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row">{escape(_title(str(key)))}</th><td>{escape(_plain(value))}</td></tr>'
-        for key, value in values.items()
-    )
-    return f"<table><tbody>{rows}</tbody></table>" if rows else ""
+            tables[""][_title(key)] = _plain(value)
+    return tables if environment else {}
 
 
 def _collect_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
@@ -335,7 +230,7 @@ def _read_checkpoints(directory: Path, warnings: list[str]) -> list[dict[str, An
         entries.append({
             "step": manifest.step,
             "metric": manifest.metric,
-            "size_bytes": sum(record.size_bytes for record in manifest.files.values()),
+            "size": _size(sum(record.size_bytes for record in manifest.files.values())),
             "saved": _moment(saved),
             "tags": [tag for tag, target in links.items() if target == os.path.realpath(path)],
         })  # fmt: skip
@@ -413,7 +308,3 @@ def _plain(value: Any) -> str:
 
 def _title(key: str) -> str:
     return key.replace("_", " ")
-
-
-def _anchor(title: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "section"

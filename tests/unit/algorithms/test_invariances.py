@@ -144,15 +144,22 @@ PAIRWISE: list[Any] = [
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 1000), extra=st.integers(1, 4), order=st.permutations(range(3)))
 def test_pairs_are_as_free_of_layout(algorithm: Any, seed: int, extra: int, order: list[int]) -> None:
-    policy, batch = moved(Bigram()), pairs(seed=seed)
+    assert_free_of_layout(algorithm, pairs(seed=seed), "rejected", extra, order, world_size=2)
+
+
+def assert_free_of_layout(
+    algorithm: Any, batch: Any, widened: str, extra: int, order: list[int], world_size: int
+) -> None:
+    """Columns that begin with `widened` may be wider, rows in any order and padded to any world."""
+    policy = moved(Bigram())
     plain = gradients(algorithm, policy, algorithm.prepare(policy, batch))
     wide = batch.copy()
     for name, value in batch.values.items():
-        if name.startswith("rejected"):
+        if name.startswith(widened):
             wide.values[name] = padding_data(value, value.shape[1] + extra)
     assert_same(gradients(algorithm, policy, algorithm.prepare(policy, wide.reorder(order))), plain)
-    padded = algorithm.prepare(policy, batch).pad_to_world_size(2)
-    assert_same(gradients(algorithm, policy, padded, parts=1), plain)
+    padded = algorithm.prepare(policy, batch).pad_to_world_size(world_size)
+    assert_same(gradients(algorithm, policy, padded, parts=world_size - 1), plain)
 
 
 @pytest.mark.parametrize("algorithm", PAIRWISE, ids=str)
@@ -169,13 +176,4 @@ def test_pairs_without_anything_that_counts_are_harmless(algorithm: Any) -> None
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 1000), extra=st.integers(1, 4), order=st.permutations(range(4)))
 def test_labelled_rows_are_as_free_of_layout(seed: int, extra: int, order: list[int]) -> None:
-    policy, batch = moved(Bigram()), labelled(seed=seed)
-    algorithm = KTO(desirable_weight=1.3)
-    plain = gradients(algorithm, policy, algorithm.prepare(policy, batch))
-    wide = batch.copy()
-    for name, value in batch.values.items():
-        if name.startswith("mismatched"):
-            wide.values[name] = padding_data(value, value.shape[1] + extra)
-    assert_same(gradients(algorithm, policy, algorithm.prepare(policy, wide.reorder(order))), plain)
-    padded = algorithm.prepare(policy, batch).pad_to_world_size(3)
-    assert_same(gradients(algorithm, policy, padded, parts=2), plain)
+    assert_free_of_layout(KTO(desirable_weight=1.3), labelled(seed=seed), "mismatched", extra, order, world_size=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -28,6 +27,7 @@ from etude.simulation.environments.base import ACTION, STATE
 from etude.simulation.seeds import episode_seed
 from etude.simulation.timed import TimedEnvironment
 from etude.types import Batch
+from tests.callbacks import DieAt
 from tests.crash.harness import compare
 from tests.processes import reap, run_ranks, spawn
 from tests.unit.simulation.point_reach import PointReach, faults
@@ -243,17 +243,11 @@ def test_environment_steps_are_counted_across_a_resume(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
-    class Dies(Callback):
-        def on_step_end(self, trainer: Trainer, metrics: Any) -> None:
-            if trainer.progress.step == 3:
-                trainer.session.record.wait()
-                os.kill(os.getpid(), 9)
-
     def train(name: str, callbacks: Any = ()) -> None:
         make(tmp_path / name, callbacks=callbacks, training_steps=5, save_every=1, keep_last=20, ema_decay=0.9).fit()
 
     train("whole")
-    assert reap(spawn(lambda: train("killed", [Dies()]))) == [-9]
+    assert reap(spawn(lambda: train("killed", [DieAt(3)]))) == [-9]
     train("killed")
     assert compare(tmp_path / "killed", tmp_path / "whole") is None
 

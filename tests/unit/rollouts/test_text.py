@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: llm)")
 
-from etude import Callback, Trainer, TrainingConfiguration
+from etude import Trainer, TrainingConfiguration
 from etude.algorithms.grpo import GRPO, DrGRPO
 from etude.algorithms.ppo import PPO
 from etude.algorithms.reinforce import RLOO, ReinforcePlusPlus, ReMax
@@ -23,6 +22,7 @@ from etude.rollouts.text import TextRollouts
 from etude.runs.checkpoint import CheckpointStore
 from etude.runs.metrics import read_metrics
 from etude.types.protocols import Place
+from tests.callbacks import DieAt, KeepRows
 from tests.crash.harness import compare
 from tests.processes import reap, run_ranks, spawn
 
@@ -41,27 +41,17 @@ def make(
     )  # fmt: skip
 
 
-class Notes(Callback):
-    """Keeps what was logged."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    def on_log(self, trainer: Trainer, step: int, metrics: Any) -> None:
-        self.rows.append(dict(metrics))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [GRPO(), RLOO(), PPO(epochs=2, minibatches=2)], ids=lambda a: type(a).__name__)
 def test_a_tiny_model_learns_to_say_digits(algorithm: Any) -> None:
-    notes = Notes()
+    notes = KeepRows()
     make(algorithm=algorithm, callbacks=[notes], value_head=isinstance(algorithm, PPO), training_steps=40).fit()
     assert notes.rows[0]["train/reward"] < 0.4
     assert sum(row["train/reward"] for row in notes.rows[-5:]) / 5 > 0.75
 
 
 def test_a_step_counts_where_its_time_went_and_what_came_of_it() -> None:
-    notes = Notes()
+    notes = KeepRows()
     make(callbacks=[notes], training_steps=1).fit()
     (row,) = notes.rows
     assert row["train/rollout/failed"] == 0
@@ -80,18 +70,12 @@ def test_epochs_and_minibatches_make_several_updates_of_one_experience() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [GRPO(kl_coef=0.1), PPO(epochs=2, minibatches=2)], ids=lambda a: type(a).__name__)
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, algorithm: Any) -> None:
-    class Dies(Callback):
-        def on_step_end(self, trainer: Trainer, metrics: Any) -> None:
-            if trainer.progress.step == 4:
-                trainer.session.record.wait()
-                os.kill(os.getpid(), 9)
-
     def train(name: str, callbacks: Any = ()) -> None:
         head = isinstance(algorithm, PPO)
         make(tmp_path / name, algorithm, callbacks, head, save_every=1, keep_last=20).fit()
 
     train("whole")
-    assert reap(spawn(lambda: train("killed", [Dies()]))) == [-9]
+    assert reap(spawn(lambda: train("killed", [DieAt(4)]))) == [-9]
     train("killed")
     assert compare(tmp_path / "killed", tmp_path / "whole") is None
 
@@ -167,7 +151,7 @@ def test_a_rollout_whose_reward_fails_is_dropped_and_the_others_trained_on() -> 
             raise ValueError("no such answer")
         return float(len(text))
 
-    notes = Notes()
+    notes = KeepRows()
     data = TextRollouts("digits", reward, prompts_per_step=2, group_size=3, max_new_tokens=4)
     make(data=data, callbacks=[notes], training_steps=2).fit()
     assert [row["train/rollout/failed"] for row in notes.rows] == pytest.approx([1 / 3, 1 / 3])

@@ -19,8 +19,9 @@ import pytest
 
 from etude.errors import EtudeError
 from etude.runs import charts
-from etude.runs.charts import Series, downsample, draw_chart, format_step, linear_ticks, log_ticks, smooth
+from etude.runs.charts import Series, downsample, format_step, linear_ticks, log_ticks, plan_chart, smooth
 from etude.runs.manifest import Manifest
+from etude.runs.page import render
 from etude.runs.report import write_report
 
 VOID = {"meta", "input", "br", "path", "circle", "rect"}
@@ -74,6 +75,10 @@ def add_checkpoint(run: Path, step: int, metric: float | None, *links: str) -> N
     (path / "manifest.json").write_bytes(Manifest(step, metric, {}, {}).dump())
     for link in links:
         (run / "checkpoints" / link).symlink_to(path.name)
+
+
+def read_text(run: Path) -> str:
+    return " ".join(read_page(run)[1].text)
 
 
 def read_page(run: Path, **options: Any) -> tuple[str, Page]:
@@ -156,8 +161,7 @@ def test_everything_from_the_run_is_escaped(tmp_path: Path) -> None:
 def test_a_run_without_anything_still_has_a_page(tmp_path: Path) -> None:
     run = tmp_path / "empty"
     run.mkdir()
-    _, page = read_page(run)
-    text = " ".join(page.text)
+    text = read_text(run)
     assert "No metrics were logged yet." in text
     assert "No checkpoint was saved." in text
     assert "unknown" in text
@@ -168,8 +172,7 @@ def test_damaged_files_become_warnings(tmp_path: Path) -> None:
     (run / "environment.json").write_text("{")
     add_checkpoint(run, 10, 0.5, "last")
     (run / "checkpoints" / "step-00000010" / "manifest.json").write_text("junk")
-    _, page = read_page(run)
-    text = " ".join(page.text)
+    text = read_text(run)
     assert "config.yaml cannot be read" in text
     assert "environment.json cannot be read" in text
     assert "manifest.json is damaged" in text
@@ -190,8 +193,7 @@ def test_values_that_are_not_finite_leave_a_mark_and_a_warning(tmp_path: Path) -
 @pytest.mark.parametrize("state", ["failed", "interrupted"])
 def test_the_reason_of_an_early_end_is_shown(tmp_path: Path, state: str) -> None:
     status = {"state": state, "step": 3, "error": "non-finite loss at step 3 on rank 0"}
-    _, page = read_page(make_run(tmp_path / "run", ROWS, "", status))
-    assert "non-finite loss at step 3 on rank 0" in " ".join(page.text)
+    assert "non-finite loss at step 3 on rank 0" in read_text(make_run(tmp_path / "run", ROWS, "", status))
 
 
 def test_secrets_of_the_environment_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +307,7 @@ def test_steps_on_one_axis_share_a_unit() -> None:
     ],
 )
 def test_any_values_can_be_drawn(values: list[float]) -> None:
-    drawn = draw_chart("x", [Series("x", range(len(values)), values)])
+    drawn = render("runs/chart.html", chart=plan_chart("x", [Series("x", range(len(values)), values)]))
     numbers = [float(found) for d in re.findall(r' d="M([^"]+)"', drawn) for found in re.findall(r"-?\d+\.\d", d)]
     assert "nan" not in drawn
     assert all(-1 <= number <= charts.WIDTH + 1 for number in numbers)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude import Callback, Trainer, TrainingConfiguration
+from etude import Trainer, TrainingConfiguration
 from etude.algorithms.grpo import GRPO
 from etude.algorithms.sft import SFT
 from etude.data.text import TextData
@@ -17,6 +17,7 @@ from etude.policies.language.generation import choose
 from etude.policies.language.head import entropy_of, token_log_probs
 from etude.policies.language.llama import LlamaDecoder
 from etude.rollouts.text import TextRollouts
+from tests.callbacks import KeepRows
 
 from .samples import SMALL, make_batch, pairs_of
 
@@ -145,16 +146,6 @@ def test_a_float16_decoder_with_large_states_writes_what_transformers_would() ->
     assert one.tokens and all(np.isfinite(one.logprobs))
 
 
-class Losses(Callback):
-    """Keeps the rows of the log."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    def on_log(self, trainer: Trainer, step: int, metrics: Any) -> None:
-        self.rows.append(dict(metrics))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "precision, dtype, lora",
@@ -170,7 +161,7 @@ def test_a_run_below_float32_learns_from_text_and_from_rewards(precision: Any, d
     config: dict[str, Any] = {"precision": precision, "log_every": 1, "batch_size": 8, "lr": 1e-2 if lora else 3e-3}
 
     def train(data: Any, algorithm: Any, steps: int) -> list[dict[str, float]]:
-        notes, policy = Losses(), LanguageModel.tiny(seed=0, dtype=dtype, lora=lora)
+        notes, policy = KeepRows(), LanguageModel.tiny(seed=0, dtype=dtype, lora=lora)
         settings = TrainingConfiguration(**config, training_steps=steps)
         quiet: dict[str, Any] = {"run": False, "loggers": [], "show_progress": False, "callbacks": [notes]}
         Trainer(policy, data, algorithm, config=settings, **quiet).fit()
