@@ -67,11 +67,6 @@ class Run:
         return self.dir / "config.yaml"
 
     @property
-    def environment_path(self) -> Path:
-        """Where the description of machine and versions is."""
-        return self.dir / "environment.json"
-
-    @property
     def metrics_path(self) -> Path:
         """Where the metrics are."""
         return self.dir / "metrics.jsonl"
