@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -20,6 +22,8 @@ from etude.policies import pretrained
 from etude.policies.executor import ActionExecutor
 from etude.policies.normalize import BOUNDED, Normalizer
 from etude.policies.spec import condense, spec_from_json, spec_to_json
+from etude.signatures.annotations import understood
+from etude.signatures.nested import ParametersOf, find_nested
 from etude.types import DataSpec, Feature, Loss
 
 SPEC_KEY = "etude_spec"
@@ -62,7 +66,8 @@ class PolicyModule(nn.Module):
         params = dict(list(bound.arguments.items())[1:])
         for parameter in signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
-                params |= params.pop(parameter.name, {})
+                given = params.pop(parameter.name, {})
+                params = {**_group_defaults(cls.__init__, parameter.annotation), **params, **given}
         object.__setattr__(policy, "_params", params)
         return policy
 
@@ -284,6 +289,15 @@ def specs_of(module: nn.Module) -> dict[str, Any]:
     """Return the specs of the policies inside a module by name, as JSON values."""
     found = ((name, part) for name, part in module.named_modules() if isinstance(part, PolicyModule))
     return {name: spec_to_json(part.spec) for name, part in found if part.is_built}
+
+
+def _group_defaults(constructor: Any, annotation: Any) -> dict[str, Any]:
+    """Return the defaults of the options that a constructor's `**keywords` are said to be the fields of."""
+    said = find_nested(understood(annotation, constructor.__globals__.get))
+    if not isinstance(said, ParametersOf):
+        return {}
+    module, _, name = said.target.partition(":")
+    return {field.name: field.default for field in fields(getattr(import_module(module), name))}
 
 
 def single_action(owner: str, spec: DataSpec) -> tuple[str, Feature]:
