@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from etude.errors import ConfigError, DataError
 from etude.low_precision import require_low_precision_of
 from etude.policies import pretrained
-from etude.policies.executor import ActionExecutor
+from etude.policies.executor import Executing
 from etude.policies.normalize import BOUNDED, Normalizer
 from etude.policies.spec import condense, spec_from_json, spec_to_json
 from etude.signatures.annotations import understood
@@ -30,7 +30,7 @@ SPEC_KEY = "etude_spec"
 """Where the metadata of a state dictionary holds a policy's spec, so that one without layers can be loaded."""
 
 
-class PolicyModule(nn.Module):
+class PolicyModule(nn.Module, Executing):
     """A policy that takes its shapes from the data, normalises inside, and executes its own chunks.
 
     A subclass defines `make_layers(spec)`, `forward(batch)` (the loss) and `sample_actions(batch)` (a normalised
@@ -50,7 +50,6 @@ class PolicyModule(nn.Module):
     """Modes by role in which the policy differs from the defaults of `Normalizer`."""
     spec: DataSpec
     normalizer: Normalizer
-    executor: ActionExecutor
     action_name: str
     action_shape: tuple[int, ...]
     action_dim: int
@@ -140,21 +139,6 @@ class PolicyModule(nn.Module):
             )
         self.make_layers(self.spec)
         self.is_built = True
-
-    def set_execution(
-        self,
-        n_action_steps: int | None = None,
-        temporal_ensemble_coeff: float | None = None,
-        latency_steps: int = 0,
-    ) -> None:
-        """Choose how chunks are executed; also afterwards, on a trained policy. Forgets what was planned."""
-        self.executor = ActionExecutor(
-            self.horizon,
-            n_action_steps=n_action_steps,
-            temporal_ensemble_coeff=temporal_ensemble_coeff,
-            latency_steps=latency_steps,
-            observation_steps=self.observation_delta_indices,
-        )
 
     def extra_repr(self) -> str:
         """Say whether there are layers yet."""
