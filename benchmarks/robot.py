@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.robot_lerobot import LeRobotACT, find_python
-from etude.simulation.presets import Family, make_config
+from etude.cli.quickstart import read_recipe
 
 TASKS = (
     "pick-place", "peg-insert-side", "push", "door-open", "drawer-open", "reach", "button-press-topdown", "window-open",
@@ -68,18 +68,18 @@ class Row:
         return [task if task == "pusht" else f"metaworld/{task}" for task in self.tasks]
 
     @property
-    def family(self) -> Family:
-        """Which variant of a preset it takes."""
+    def preset(self) -> str:
+        """Which preset it trains."""
+        policy = "act" if self.policy == LEROBOT else self.policy
         if self.cameras:
-            return "images"
+            return f"metaworld-images-{policy}"
         if len(self.tasks) > 1:
-            return "multitask"
-        return "pusht" if self.tasks == ("pusht",) else ""
+            return "metaworld-10-tasks"
+        return f"pusht-{policy}" if self.tasks == ("pusht",) else f"metaworld-{policy}"
 
     def config(self, dataset: str, steps: int | None) -> dict[str, Any]:
         """Return what is trained."""
-        preset = "act" if self.policy == LEROBOT else self.policy
-        return make_config(preset, dataset, seed=self.seed, steps=steps, family=self.family)
+        return read_recipe(self.preset, dataset, seed=self.seed, steps=steps)
 
     @property
     def noise(self) -> dict[str, Any]:

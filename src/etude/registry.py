@@ -317,15 +317,16 @@ POLICY_REGISTRY: Registry[protocols.Policy] = Registry(
 )
 DATASET_BUILDER_REGISTRY: Registry[Any] = Registry(
     "data",
-    (protocols.DatasetFactory, "take", "__getitem__ __len__", "__iter__"),
+    (protocols.DatasetFactory, "take", "__getitem__ __len__", "__iter__", "train_data", "train_dataloader"),
     {
         "digits": "etude.data.digits:Digits",
         "environment_rollouts": "etude.rollouts.explore:EnvironmentRollouts",
-        "lerobot": "etude.data.module:lerobot_data",
+        "lerobot": "etude.data.module:LeRobotDataModule",
         "rollouts": "etude.rollouts.text:TextRollouts",
         "text": "etude.data.text:TextData",
     },
     noun="data",
+    supplied_to_builtins=("batch_size", "num_workers", "val_env", "test_env"),  # of the torch loaders, and Lightning's
 )
 ALGORITHM_REGISTRY: Registry[protocols.Algorithm] = Registry(
     "algorithms",

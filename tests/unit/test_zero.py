@@ -31,7 +31,7 @@ def test_zero_is_refused_where_it_means_nothing(make: Callable[[], Any], message
 
 @pytest.mark.parametrize("kind", [Diffusion, FlowMatching])
 def test_no_levels_are_not_the_published_ones(kind: Any) -> None:
-    assert kind(down_dims=[]).head_options.down_dims == []
+    assert kind(down_dims=[]).options.down_dims == []
 
 
 def test_a_rate_of_zero_is_refused(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from etude.cli.counting import Counting
 from etude.cli.output import say
 from etude.errors import ConfigError
-from etude.simulation.presets import PRESETS, make_config
 
 FILE = "quickstart.json"
+POLICIES = ("act", "mlp", "diffusion", "flow")
 STAGES = ("record", "train", "evaluate", "report")
 MAX_STEPS = 300
 """Steps of an evaluated episode; the experts need 30 to 175."""
@@ -34,8 +34,8 @@ def run_quickstart(
 ) -> None:
     """Do what is not done yet, stage by stage."""
     gc.enable()  # switched off for the start by `main`
-    if policy not in PRESETS:
-        raise ConfigError(f"there is no preset for the policy {policy!r}; there are {', '.join(PRESETS)}")
+    if policy not in POLICIES:
+        raise ConfigError(f"there is no preset for the policy {policy!r}; there are {', '.join(POLICIES)}")
     from etude.simulation.environments.metaworld import require_task
 
     task = require_task(task.removeprefix("metaworld/"))
@@ -48,11 +48,32 @@ def run_quickstart(
     env = f"metaworld/{task}"
     dataset = directory / "demonstrations"
     log.run("record", lambda: _record(env, dataset, episodes, noise, seed))
-    log.run("train", lambda: _train(directory, make_config(policy, str(dataset), seed=seed, steps=steps)))
+    config = read_recipe(f"metaworld-{policy}", str(dataset), seed=seed, steps=steps)
+    log.run("train", lambda: _train(directory, config))
     log.run("evaluate", lambda: _evaluate(directory, env, eval_episodes, seed))
     facts = log.run("report", lambda: _report(directory), always=True)
     say(f"in all {log.seconds:.1f} s")
     say(f"report: {facts['path']}")
+
+
+def read_recipe(preset: str, dataset: str, *, seed: int = 0, steps: int | None = None) -> dict[str, Any]:
+    """Return how a preset trains its policy, on a dataset of one's own and without evaluation on the way.
+
+    Args:
+        preset: Its name, as in `etude list presets`.
+        dataset: Directory of the dataset.
+        seed: Seed of the training.
+        steps: Training steps, if not the preset's.
+    """
+    from etude.config.compose import compose
+    from etude.config.presets import presets
+
+    values = compose(presets()[preset]).values
+    left_out = ("evaluate_every", "best_metric", "best_mode")
+    training = {name: value for name, value in values["training"].items() if name not in left_out}
+    training |= {"seed": seed} if steps is None else {"seed": seed, "training_steps": steps}
+    data = {"type": "lerobot", "params": {"root": dataset}}
+    return {"policy": values["policy"], "data": data, "training": training}
 
 
 class StageLog:

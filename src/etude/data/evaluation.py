@@ -27,8 +27,9 @@ def evaluation_batches(source: Any, place: Place, limit: int | None = None) -> I
         place: The rank, and how large a batch is.
         limit: At most this many batches over all ranks; None takes all.
     """
-    has_validation = callable(getattr(source, "val_dataloader", None))
-    data = as_data(source, split="val" if has_validation else "train")
+    # A module that holds nothing out was given to be evaluated on whole.
+    split = "val" if getattr(source, "has_validation", callable(getattr(source, "val_dataloader", None))) else "train"
+    data = as_data(source, split=split)
     data = getattr(data, "evaluation_source", data)
     if isinstance(data, IndexedData):
         return _indexed(data, place, limit)

@@ -18,6 +18,7 @@ from etude.data.generators import Generators
 from etude.data.order import Indices, Keys
 from etude.errors import DataError
 from etude.rng import fold, seed_everything
+from etude.types.protocols import Place
 
 Collate = Callable[[Any], Any]
 Request = tuple[Sequence[Any] | Indices, Keys]
@@ -139,3 +140,16 @@ def _failed(dataset: Any, what: str, error: Exception) -> DataError:
     if isinstance(error, DataError):
         return error
     return DataError(f"{_name(dataset)} failed on {what}: {type(error).__name__}: {error}")
+
+
+class Placed:
+    """Data that knows where it was opened."""
+
+    _place: Place | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where this data was opened."""
+        if self._place is None:
+            raise DataError("the data is not open; call open(place) before take(step)")
+        return self._place

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
-from etude.data.fetch import Fetch, Request
+from etude.data.fetch import Fetch, Placed, Request
 from etude.data.workers import Workers
-from etude.errors import DataError
 from etude.types.protocols import Place
 
 if TYPE_CHECKING:
     from etude.types import DataSpec
 
 
-class IndexedData(ABC):
+class IndexedData(Placed, ABC):
     """Batches of a map-style dataset; subclasses say which samples a step takes.
 
     `take` may leave the global random generators changed (samples are made under their own seeds), so callers that
@@ -27,7 +26,6 @@ class IndexedData(ABC):
         self.fetch = fetch
         self.dataset = dataset
         self._spec = spec
-        self._place: Place | None = None
         self._workers: Workers | None = None
         self._coming = 0
         self._last: tuple[int, list[Any]] = (-1, [])
@@ -54,13 +52,6 @@ class IndexedData(ABC):
     @spec.setter
     def spec(self, spec: DataSpec | None) -> None:
         self._spec = spec
-
-    @property
-    def place(self) -> Place:
-        """Where this data was opened."""
-        if self._place is None:
-            raise DataError("the data is not open; call open(place) before take(step)")
-        return self._place
 
     def open(self, place: Place) -> None:
         """Get ready to serve one rank; called once before `take`."""

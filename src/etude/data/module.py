@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from etude.data.augment import Augment
+from etude.data.lerobot.options import ReadKeywords, ReadOptions
 from etude.data.lerobot.reader import LeRobotDataset
 from etude.data.map import MapData
 from etude.data.mixture import Mixture, MixtureData
@@ -37,23 +39,21 @@ class LeRobotDataModule:
         repo_id: Name of a dataset that lerobot has downloaded, such as lerobot/pusht.
         root: Directory of a dataset.
         batch_size: Samples in a batch of the torch loaders; the Trainer takes its own from its configuration.
-        val_fraction: Share of episodes held out, chosen by `seed`.
+        val_fraction: Share of episodes held out, chosen by `seed`; None is none, or a tenth where `split` is train or
+            validation.
         val_episodes: Episodes held out, instead of a share.
         episodes: Episodes to use at all; None means all.
         val_env: Environment that validation runs in, such as metaworld/pick-place.
         test_env: Environment for the final test.
         augment: Changes pictures in training: an `Augment`, or its parameters.
         mix: More datasets by directory or repo_id, with their weights: `{"runs/a": 1.0, "runs/b": 3.0}`.
-        cameras: Which cameras to use; None means all.
-        features: Which features to use, by name or pattern such as `observation.*`; None means all.
-        exclude: Which of them to leave out, by name or pattern.
         delta_timestamps: Windows in seconds by feature name.
-        cache_gb: How many decoded frames to keep on disk for each dataset, in 1e9 bytes.
-        cache_dir: Where caches go.
-        tolerance_s: How far a timestamp may be off.
-        cross_check: Compare the data with what was noted about each episode, and refuse what differs.
         seed: Decides which episodes are held out.
         num_workers: Processes of the torch loaders; a warm cache needs none.
+        split: Serve one part alone, whatever it is asked for: all, train or validation. None trains on the training
+            episodes and evaluates on those held out.
+        split_seed: Another name of `seed`.
+        keywords: Fields of `ReadOptions`.
     """
 
     def __init__(
@@ -62,38 +62,39 @@ class LeRobotDataModule:
         root: str | Path | None = None,
         *,
         batch_size: int = 32,
-        val_fraction: float = 0.0,
+        val_fraction: float | None = None,
         val_episodes: Sequence[int] | None = None,
         episodes: Sequence[int] | None = None,
         val_env: str | None = None,
         test_env: str | None = None,
-        augment: Augment | Mapping[str, Any] | None = None,
+        augment: Augment | Annotated[Mapping[str, Any], ParametersOf("etude.data.augment:Augment")] | None = None,
         mix: Mapping[str, float] | None = None,
-        cameras: Sequence[str] | None = None,
-        features: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
-        cache_gb: float = 4.0,
-        cache_dir: str | Path | None = None,
-        tolerance_s: float | None = None,
-        cross_check: bool = True,
         seed: int = 0,
         num_workers: int = 0,
+        split: Literal["all", "train", "validation"] | None = None,
+        split_seed: int | None = None,
+        **keywords: ReadKeywords,
     ) -> None:
+        if split not in (None, "all", "train", "validation"):
+            raise DataError(f"split must be all, train or validation, got {split!r}")
+        if split == "all":
+            val_fraction, val_episodes = 0.0, None
+        elif val_fraction is None:
+            val_fraction = 0.1 if split else 0.0
         if not 0 <= val_fraction < 1:
             raise DataError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
         self.roots, self.weights = _sources(repo_id, root, mix)
         if len(self.roots) > 1 and (episodes is not None or val_episodes is not None):
             raise DataError("episodes and val_episodes name episodes of one dataset; with mix use val_fraction")
-        self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
+        self.batch_size, self.num_workers = batch_size, num_workers
+        self.seed = seed if split_seed is None else split_seed
         self.val_env, self.test_env = val_env, test_env
         self._val = (val_fraction, val_episodes)
         self._episodes = episodes
         self._augment = Augment.of(augment) if isinstance(augment, Mapping) else augment
-        self._options: dict[str, Any] = {
-            "cameras": cameras, "features": features, "exclude": exclude, "delta_timestamps": delta_timestamps,
-            "cache_gb": cache_gb, "cache_dir": cache_dir, "tolerance_s": tolerance_s, "cross_check": cross_check,
-        }  # fmt: skip
+        self._windows, self._split = delta_timestamps, split
+        self._keywords = asdict(ReadOptions(**keywords))
 
     # -- datasets -----------------------------------------------------------------------------------------------
 
@@ -101,17 +102,15 @@ class LeRobotDataModule:
     def _splits(self) -> tuple[list[LeRobotDataset], list[LeRobotDataset]]:
         train, validation = [], []
         for root in self.roots:
-            opened = LeRobotDataset(root, self._episodes, **self._options)
+            opened = LeRobotDataset(root, self._episodes, **self._keywords)
             held_out = self._held_out(opened)
             kept = [number for number in opened.episodes if number not in set(held_out)]
             if not kept:
                 raise DataError(f"{root}: all {opened.num_episodes} episodes are held out; nothing is left to train on")
-            windows = self._options["delta_timestamps"]
-            train.append(LeRobotDataset(opened.source, kept, augment=self._augment, delta_timestamps=windows))
+            train.append(LeRobotDataset(opened.source, kept, augment=self._augment, delta_timestamps=self._windows))
             if held_out:
-                validation.append(
-                    LeRobotDataset(opened.source, held_out, stats_episodes=kept, delta_timestamps=windows)
-                )
+                part = LeRobotDataset(opened.source, held_out, stats_episodes=kept, delta_timestamps=self._windows)
+                validation.append(part)
         return train, validation
 
     def _held_out(self, dataset: LeRobotDataset) -> list[int]:
@@ -126,6 +125,8 @@ class LeRobotDataModule:
     def has_validation(self) -> bool:
         """Whether episodes are held out; the Trainer then evaluates on them by itself."""
         fraction, chosen = self._val
+        if self._split is not None:
+            return False
         return bool(chosen) if chosen is not None else fraction > 0
 
     @cached_property
@@ -166,13 +167,17 @@ class LeRobotDataModule:
 
     def train_data(self) -> IndexedData:
         """Return the training data, for the Trainer."""
-        return _as_data(self.train_dataset)
+        return self._part(self._split or "train")
 
     def eval_data(self) -> IndexedData:
         """Return the validation data, for the Trainer's `eval_data`."""
-        if self.val_dataset is None:
+        return self._part(self._split or "validation")
+
+    def _part(self, name: str) -> IndexedData:
+        dataset = self.val_dataset if name == "validation" else self.train_dataset
+        if dataset is None:
             raise DataError("no episodes are held out for validation; set val_fraction or val_episodes")
-        return _as_data(self.val_dataset)
+        return MixtureData(dataset) if isinstance(dataset, Mixture) else MapData(dataset)
 
     # -- torch and Lightning ------------------------------------------------------------------------------------
 
@@ -233,10 +238,6 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
-def _as_data(dataset: LeRobotDataset | Mixture) -> IndexedData:
-    return MixtureData(dataset) if isinstance(dataset, Mixture) else MapData(dataset)
-
-
 def split_episodes(episodes: Sequence[int], fraction: float, seed: int = 0) -> list[int]:
     """Choose the episodes to hold out: at least one if the fraction is not 0, at most all but one."""
     if not fraction:
@@ -277,52 +278,3 @@ def _sources(
         raise DataError("mix names no dataset")
     roots = [Path(name) if Path(name).is_dir() else find_dataset(name) for name in mix]
     return roots, list(mix.values())
-
-
-def lerobot_data(
-    root: str | None = None,
-    repo_id: str | None = None,
-    split: Literal["all", "train", "validation"] = "all",
-    val_fraction: float = 0.1,
-    val_episodes: list[int] | None = None,
-    episodes: list[int] | None = None,
-    mix: dict[str, float] | None = None,
-    cameras: list[str] | None = None,
-    features: list[str] | None = None,
-    exclude: list[str] | None = None,
-    augment: Annotated[dict[str, Any], ParametersOf("etude.data.augment:Augment")] | None = None,
-    cache_gb: float = 4.0,
-    cache_dir: str | None = None,
-    tolerance_s: float | None = None,
-    cross_check: bool = True,
-    split_seed: int = 0,
-) -> Any:
-    """Serve a LeRobot dataset, or the training or validation episodes of one.
-
-    Args:
-        root: Directory of the dataset.
-        repo_id: Name of a dataset that lerobot has downloaded, instead of a directory.
-        split: all, train or validation; both parts are described by the statistics of the training episodes.
-        val_fraction: Share of episodes held out when `split` is train or validation.
-        val_episodes: Episodes held out, instead of a share.
-        episodes: Episodes to use at all.
-        mix: Several datasets by directory or repo_id with their weights, instead of one.
-        cameras: Which cameras to use; none if empty.
-        features: Which features to use, by name or pattern such as observation.*; all unless given.
-        exclude: Which of them to leave out, by name or pattern.
-        augment: Parameters of `Augment`: crop, brightness, contrast, saturation, hue, degrees, translate, scale.
-        cache_gb: How many decoded frames to keep on disk, in 1e9 bytes.
-        cache_dir: Where caches go.
-        tolerance_s: How far a timestamp may be off.
-        cross_check: Compare the data with what was noted about each episode, and refuse what differs.
-        split_seed: Decides which episodes are held out.
-    """
-    if split not in ("all", "train", "validation"):
-        raise DataError(f"split must be all, train or validation, got {split!r}")
-    module = LeRobotDataModule(
-        repo_id, root, val_fraction=0.0 if split == "all" else val_fraction,
-        val_episodes=None if split == "all" else val_episodes, episodes=episodes, augment=augment, mix=mix,
-        cameras=cameras, features=features, exclude=exclude, cache_gb=cache_gb, cache_dir=cache_dir,
-        tolerance_s=tolerance_s, cross_check=cross_check, seed=split_seed,
-    )  # fmt: skip
-    return module.eval_data() if split == "validation" else module.train_data()

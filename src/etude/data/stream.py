@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, default_collate
 
-from etude.data.fetch import Collate
+from etude.data.fetch import Collate, Placed
 from etude.data.passes import Passes, begin_pass, log, open_pass
 from etude.errors import DataError
 from etude.rng import STREAM_EVALUATE, STREAM_SAMPLE, fold, seed_everything
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from etude.types import DataSpec
 
 
-class StreamData:
+class StreamData(Placed):
     """Serve an iterable: item after item, pass after pass, micro-batches dealt out to the ranks in turn.
 
     Every rank reads the whole stream, so the source must not shard itself. A list of ready-made batches is addressed
@@ -56,17 +56,9 @@ class StreamData:
         self._row: Sequence[Any] | None = source if batched and _is_row(source) else None
         if self._row is not None and not len(self._row):
             raise DataError("the list of batches is empty; training needs at least one batch")
-        self._place: Place | None = None
         self._passes: Passes | None = None
         self._last: tuple[int, list[Any]] = (-1, [])
         self._stride, self._rank, self._micros, self._length = 1, 0, 1, 0
-
-    @property
-    def place(self) -> Place:
-        """Where this data was opened."""
-        if self._place is None:
-            raise DataError("the data is not open; call open(place) before take(step)")
-        return self._place
 
     def open(self, place: Place) -> None:
         """Get ready to serve one rank; called once before `take`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from etude.deploy.wire import require
 from etude.errors import CheckpointError, DataError
-from etude.policies.executor import ActionExecutor
+from etude.policies.executor import Executing
 from etude.policies.spec import spec_from_json
 from etude.types import Feature
 
@@ -24,7 +24,7 @@ Graph = Callable[[list[Tensor]], Tensor]
 """From the inputs in the manifest's order, each with a batch of one, to a chunk (1, H, *A) in the data's units."""
 
 
-class ExportedPolicy:
+class ExportedPolicy(Executing):
     """What `load_exported` returns: acts like the policy that was exported, without its code.
 
     Args:
@@ -43,22 +43,11 @@ class ExportedPolicy:
         self._wanted = {name for name, _, _ in self._inputs}
         self.set_execution(**manifest["executor"])
 
-    executor: ActionExecutor
-
-    def set_execution(
-        self,
-        n_action_steps: int | None = None,
-        temporal_ensemble_coeff: float | None = None,
-        latency_steps: int = 0,
-    ) -> None:
-        """Choose how chunks are executed; forgets what was planned."""
-        self.executor = ActionExecutor(
-            self.horizon,
-            n_action_steps=n_action_steps,
-            temporal_ensemble_coeff=temporal_ensemble_coeff,
-            latency_steps=latency_steps,
-            observation_steps=self.manifest["observation_steps"],
-        )
+    @property
+    def observation_delta_indices(self) -> list[int] | None:
+        """Distances in frames of the observations that the policy sees."""
+        steps: list[int] | None = self.manifest["observation_steps"]
+        return steps
 
     def looks_at(self, name: str, feature: Feature) -> bool:
         """Tell whether a feature is part of the observation."""

@@ -15,10 +15,9 @@ from torch.nn import functional
 
 from etude.errors import ConfigError
 from etude.policies.base import PolicyModule, masked_loss
-from etude.policies.normalize import Mode
-from etude.policies.observation import ImageOptions, Inputs, encode_cameras, make_image_encoder
+from etude.policies.observation import Inputs, encode_cameras, make_image_encoder
+from etude.policies.options import SharedKeywords, SharedOptions
 from etude.policies.transformer import DecoderLayer, EncoderLayer, sinusoids, sinusoids_2d
-from etude.policies.vision import Norm
 from etude.types import DataSpec, Loss
 
 
@@ -45,15 +44,7 @@ class ACT(PolicyModule):
         dropout: Probability of dropping, everywhere in the transformer.
         activation: relu or gelu.
         pre_norm: Normalise before each layer's step rather than after it.
-        temporal_ensemble_coeff: Average overlapping chunks with weights exp(-m * i), oldest first; the paper has 0.01.
-        latency_steps: Control steps that computing a chunk takes.
-        normalization: Mode by role (state, environment, image, action) or feature name: mean_std, min_max, quantiles,
-            identity, imagenet.
-        image_backbone: resnet18, resnet34, resnet50, resnet10, or resnet10_small for CPUs.
-        image_weights: Directory or hub name of pretrained weights of the backbone.
-        image_norm: auto, group, frozen or batch: the normalisation layers of the backbone.
-        image_size: Height and width that every camera is scaled to.
-        image_crop: Height and width cut out of images, at random in training.
+        keywords: Fields of `SharedOptions`: how chunks are executed and how images are read.
     """
 
     def __init__(
@@ -73,29 +64,16 @@ class ACT(PolicyModule):
         dropout: float = 0.1,
         activation: str = "relu",
         pre_norm: bool = False,
-        temporal_ensemble_coeff: float | None = None,
-        latency_steps: int = 0,
-        normalization: dict[str, Mode] | None = None,
-        image_backbone: str = "resnet18",
-        image_weights: str | None = None,
-        image_norm: Norm = "auto",
-        image_size: list[int] | None = None,
-        image_crop: list[int] | None = None,
+        **keywords: SharedKeywords,
     ) -> None:
-        super().__init__(
-            chunk_size,
-            n_obs_steps=n_obs_steps,
-            n_action_steps=n_action_steps,
-            temporal_ensemble_coeff=temporal_ensemble_coeff,
-            latency_steps=latency_steps,
-            normalization=normalization,
-        )
+        shared = SharedOptions(**keywords)
+        super().__init__(chunk_size, n_obs_steps=n_obs_steps, n_action_steps=n_action_steps, **shared.execution)
         if min(n_encoder_layers, n_decoder_layers, n_vae_encoder_layers) < 1 or dim_model % 4:
             raise ConfigError("ACT needs at least one layer of each kind, and a dim_model that is a multiple of 4")
         self.dim_model, self.latent_dim, self.use_vae, self.kl_weight = dim_model, latent_dim, use_vae, kl_weight
         self.depths = n_encoder_layers, n_decoder_layers, n_vae_encoder_layers
         self.layer_sizes = dim_model, n_heads, dim_feedforward, dropout, activation, pre_norm
-        self.images = ImageOptions(image_backbone, image_weights, image_norm, image_size, image_crop)
+        self.images = shared.images
 
     def make_layers(self, spec: DataSpec) -> None:
         """Create the two encoders and the decoder for the features of a dataset."""

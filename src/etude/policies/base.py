@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,16 +19,18 @@ from torch import Tensor, nn
 from etude.errors import ConfigError, DataError
 from etude.low_precision import require_low_precision_of
 from etude.policies import pretrained
-from etude.policies.executor import ActionExecutor
+from etude.policies.executor import Executing
 from etude.policies.normalize import BOUNDED, Normalizer
 from etude.policies.spec import condense, spec_from_json, spec_to_json
+from etude.signatures.annotations import understood
+from etude.signatures.nested import ParametersOf, find_nested
 from etude.types import DataSpec, Feature, Loss
 
 SPEC_KEY = "etude_spec"
 """Where the metadata of a state dictionary holds a policy's spec, so that one without layers can be loaded."""
 
 
-class PolicyModule(nn.Module):
+class PolicyModule(nn.Module, Executing):
     """A policy that takes its shapes from the data, normalises inside, and executes its own chunks.
 
     A subclass defines `make_layers(spec)`, `forward(batch)` (the loss) and `sample_actions(batch)` (a normalised
@@ -46,7 +50,6 @@ class PolicyModule(nn.Module):
     """Modes by role in which the policy differs from the defaults of `Normalizer`."""
     spec: DataSpec
     normalizer: Normalizer
-    executor: ActionExecutor
     action_name: str
     action_shape: tuple[int, ...]
     action_dim: int
@@ -62,7 +65,8 @@ class PolicyModule(nn.Module):
         params = dict(list(bound.arguments.items())[1:])
         for parameter in signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
-                params |= params.pop(parameter.name, {})
+                given = params.pop(parameter.name, {})
+                params = {**_group_defaults(cls.__init__, parameter.annotation), **params, **given}
         object.__setattr__(policy, "_params", params)
         return policy
 
@@ -135,21 +139,6 @@ class PolicyModule(nn.Module):
             )
         self.make_layers(self.spec)
         self.is_built = True
-
-    def set_execution(
-        self,
-        n_action_steps: int | None = None,
-        temporal_ensemble_coeff: float | None = None,
-        latency_steps: int = 0,
-    ) -> None:
-        """Choose how chunks are executed; also afterwards, on a trained policy. Forgets what was planned."""
-        self.executor = ActionExecutor(
-            self.horizon,
-            n_action_steps=n_action_steps,
-            temporal_ensemble_coeff=temporal_ensemble_coeff,
-            latency_steps=latency_steps,
-            observation_steps=self.observation_delta_indices,
-        )
 
     def extra_repr(self) -> str:
         """Say whether there are layers yet."""
@@ -284,6 +273,15 @@ def specs_of(module: nn.Module) -> dict[str, Any]:
     """Return the specs of the policies inside a module by name, as JSON values."""
     found = ((name, part) for name, part in module.named_modules() if isinstance(part, PolicyModule))
     return {name: spec_to_json(part.spec) for name, part in found if part.is_built}
+
+
+def _group_defaults(constructor: Any, annotation: Any) -> dict[str, Any]:
+    """Return the defaults of the options that a constructor's `**keywords` are said to be the fields of."""
+    said = find_nested(understood(annotation, constructor.__globals__.get))
+    if not isinstance(said, ParametersOf):
+        return {}
+    module, _, name = said.target.partition(":")
+    return {field.name: field.default for field in fields(getattr(import_module(module), name))}
 
 
 def single_action(owner: str, spec: DataSpec) -> tuple[str, Feature]:

@@ -11,11 +11,8 @@ from torch import Tensor
 
 from etude.errors import ConfigError
 from etude.policies import noise_schedule
-from etude.policies.generative import PUBLISHED_DOWN_DIMS, GenerativePolicy, Head, HeadOptions
+from etude.policies.generative import GenerativeKeywords, GenerativeOptions, GenerativePolicy
 from etude.policies.noise_schedule import BetaSchedule, Prediction, Sampler
-from etude.policies.normalize import Mode
-from etude.policies.observation import ImageOptions
-from etude.policies.vision import Norm
 from etude.types import DataSpec
 
 
@@ -28,17 +25,6 @@ class Diffusion(GenerativePolicy):
         horizon: Actions denoised together, the first for the oldest observation.
         n_obs_steps: Observations in a row that the policy sees.
         n_action_steps: Actions executed of each chunk.
-        head: Network that denoises: unet, transformer or dit.
-        down_dims: Channels of the UNet at each level; None is 512, 1024, 2048.
-        kernel_size: Width of the UNet's convolutions in time.
-        n_groups: Groups of the UNet's normalisations.
-        step_embed_dim: Width of the UNet's embedding of the noise level.
-        film_scale: Let the condition scale the UNet's channels as well as shift them.
-        n_layers: Blocks of a transformer head.
-        n_heads: Attention heads of a transformer head.
-        hidden_dim: Width of a transformer head.
-        dropout: Dropout of a transformer head.
-        causal: Let an action of the transformer see no later one.
         num_train_timesteps: Noise levels.
         beta_schedule: squaredcos_cap_v2 or linear.
         prediction_type: What the network predicts: epsilon (the noise, as published), sample (the actions, learned in
@@ -47,18 +33,8 @@ class Diffusion(GenerativePolicy):
         num_inference_steps: Noise levels visited to make actions; None is all of them.
         clip_sample: Keep estimates of the actions within the range of the data while denoising.
         clip_sample_range: That range, in normalised units; at least 1.
-        do_mask_loss: Leave padded actions out of the loss.
-        temporal_ensemble_coeff: Weight of temporal ensembling; None is none.
-        latency_steps: Control steps that computing a chunk takes.
-        normalization: Mode by role or feature name: mean_std, min_max, quantiles or identity.
-        image_backbone: Network for images.
-        image_weights: Directory of pretrained weights for it.
-        image_norm: auto, group, frozen or batch.
-        image_size: Height and width images are scaled to; None leaves them.
-        image_crop: Height and width to cut out of images, at random in training.
-        keypoints: Points located in each image.
-        image_dim: Width of a layer over them; None leaves it out.
-        task_dim: Width of the embedding of a task.
+        dropout: Dropout of a transformer or DiT head.
+        keywords: Fields of `GenerativeOptions`: the head, execution and images.
     """
 
     alpha_bars_N: Tensor
@@ -68,17 +44,6 @@ class Diffusion(GenerativePolicy):
         horizon: int = 16,
         n_obs_steps: int = 2,
         n_action_steps: int | None = 8,
-        head: Head = "unet",
-        down_dims: list[int] | None = None,
-        kernel_size: int = 5,
-        n_groups: int = 8,
-        step_embed_dim: int = 128,
-        film_scale: bool = True,
-        n_layers: int = 8,
-        n_heads: int = 4,
-        hidden_dim: int = 256,
-        dropout: float = 0.01,
-        causal: bool = True,
         num_train_timesteps: int = 100,
         beta_schedule: BetaSchedule = "squaredcos_cap_v2",
         prediction_type: Prediction = "epsilon",
@@ -86,29 +51,11 @@ class Diffusion(GenerativePolicy):
         num_inference_steps: int | None = None,
         clip_sample: bool = True,
         clip_sample_range: float = 1.0,
-        do_mask_loss: bool = True,
-        temporal_ensemble_coeff: float | None = None,
-        latency_steps: int = 0,
-        normalization: dict[str, Mode] | None = None,
-        image_backbone: str = "resnet18",
-        image_weights: str | None = None,
-        image_norm: Norm = "auto",
-        image_size: list[int] | None = None,
-        image_crop: list[int] | None = None,
-        keypoints: int = 32,
-        image_dim: int | None = 64,
-        task_dim: int = 32,
+        dropout: float = 0.01,
+        **keywords: GenerativeKeywords,
     ) -> None:
-        network = HeadOptions(
-            head, list(PUBLISHED_DOWN_DIMS if down_dims is None else down_dims), kernel_size, n_groups, step_embed_dim,
-            film_scale, n_layers, n_heads, hidden_dim, dropout, causal,
-        )  # fmt: skip
-        images = ImageOptions(image_backbone, image_weights, image_norm, image_size, image_crop)
-        super().__init__(
-            horizon, network, images, n_obs_steps=n_obs_steps, keypoints=keypoints, image_dim=image_dim,
-            task_dim=task_dim, do_mask_loss=do_mask_loss, n_action_steps=n_action_steps, latency_steps=latency_steps,
-            temporal_ensemble_coeff=temporal_ensemble_coeff, normalization=normalization,
-        )  # fmt: skip
+        options = GenerativeOptions(dropout=dropout, **keywords)
+        super().__init__(horizon, options, n_obs_steps=n_obs_steps, n_action_steps=n_action_steps)
         self.prediction_type, self.sampler = prediction_type, sampler
         self.num_train_timesteps, self.beta_schedule = num_train_timesteps, beta_schedule
         self.num_inference_steps = num_train_timesteps if num_inference_steps is None else num_inference_steps

@@ -196,3 +196,30 @@ class ActionExecutor:
         counts = state.counts
         state.counts = counts[:skip] + [c + 1 for c in counts[skip:shared]] + counts[shared:]
         state.counts += [1] * (len(actions) - shared)
+
+
+class Executing:
+    """What executes chunks of `horizon` actions, in a way that can be chosen again."""
+
+    horizon: int
+    executor: ActionExecutor
+
+    @property
+    def observation_delta_indices(self) -> list[int] | None:
+        """Distances in frames of the observations in a batch; None is the present one, without a time dimension."""
+        raise NotImplementedError
+
+    def set_execution(
+        self,
+        n_action_steps: int | None = None,
+        temporal_ensemble_coeff: float | None = None,
+        latency_steps: int = 0,
+    ) -> None:
+        """Choose how chunks are executed; also afterwards, on a trained policy. Forgets what was planned."""
+        self.executor = ActionExecutor(
+            self.horizon,
+            n_action_steps=n_action_steps,
+            temporal_ensemble_coeff=temporal_ensemble_coeff,
+            latency_steps=latency_steps,
+            observation_steps=self.observation_delta_indices,
+        )

@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import ConfigError
-from etude.policies.generative import PUBLISHED_DOWN_DIMS, GenerativePolicy, Head, HeadOptions
-from etude.policies.normalize import Mode
-from etude.policies.observation import ImageOptions
-from etude.policies.vision import Norm
+from etude.policies.generative import GenerativeKeywords, GenerativeOptions, GenerativePolicy
 
 Solver = Literal["euler", "midpoint"]
 TimeSampling = Literal["uniform", "beta", "logit_normal"]
@@ -69,32 +66,12 @@ class FlowMatching(GenerativePolicy):
         horizon: Actions made together, the first for the oldest observation.
         n_obs_steps: Observations in a row that the policy sees.
         n_action_steps: Actions executed of each chunk.
-        head: Network for the velocity: unet, dit or transformer.
-        down_dims: Channels of the UNet at each level; None is 512, 1024, 2048.
-        kernel_size: Width of the UNet's convolutions in time.
-        n_groups: Groups of the UNet's normalisations.
-        step_embed_dim: Width of the UNet's embedding of time.
-        film_scale: Let the condition scale the UNet's channels as well as shift them.
-        n_layers: Blocks of a DiT or transformer head.
-        n_heads: Attention heads of a DiT or transformer head.
-        hidden_dim: Width of a DiT or transformer head.
-        dropout: Dropout of a DiT or transformer head.
-        causal: Let an action of the transformer see no later one.
         solver: euler or midpoint, which asks the network twice a step.
         num_inference_steps: Steps of the solver.
         time_sampling: Which times are trained most: uniform, beta (noisy ones) or logit_normal (those halfway).
-        do_mask_loss: Leave padded actions out of the loss.
-        temporal_ensemble_coeff: Weight of temporal ensembling; None is none.
-        latency_steps: Control steps that computing a chunk takes.
-        normalization: Mode by role or feature name: mean_std, min_max, quantiles or identity.
-        image_backbone: Network for images.
-        image_weights: Directory of pretrained weights for it.
-        image_norm: auto, group, frozen or batch.
-        image_size: Height and width images are scaled to; None leaves them.
-        image_crop: Height and width to cut out of images, at random in training.
-        keypoints: Points located in each image.
-        image_dim: Width of a layer over them; None leaves it out.
-        task_dim: Width of the embedding of a task.
+        n_layers: Blocks of a transformer or DiT head.
+        causal: Let an action of the transformer see no later one.
+        keywords: Fields of `GenerativeOptions`: the head, execution and images.
     """
 
     def __init__(
@@ -102,43 +79,15 @@ class FlowMatching(GenerativePolicy):
         horizon: int = 16,
         n_obs_steps: int = 2,
         n_action_steps: int | None = 8,
-        head: Head = "unet",
-        down_dims: list[int] | None = None,
-        kernel_size: int = 5,
-        n_groups: int = 8,
-        step_embed_dim: int = 128,
-        film_scale: bool = True,
-        n_layers: int = 6,
-        n_heads: int = 4,
-        hidden_dim: int = 256,
-        dropout: float = 0.0,
-        causal: bool = False,
         solver: Solver = "euler",
         num_inference_steps: int = 10,
         time_sampling: TimeSampling = "uniform",
-        do_mask_loss: bool = True,
-        temporal_ensemble_coeff: float | None = None,
-        latency_steps: int = 0,
-        normalization: dict[str, Mode] | None = None,
-        image_backbone: str = "resnet18",
-        image_weights: str | None = None,
-        image_norm: Norm = "auto",
-        image_size: list[int] | None = None,
-        image_crop: list[int] | None = None,
-        keypoints: int = 32,
-        image_dim: int | None = 64,
-        task_dim: int = 32,
+        n_layers: int = 6,
+        causal: bool = False,
+        **keywords: GenerativeKeywords,
     ) -> None:
-        network = HeadOptions(
-            head, list(PUBLISHED_DOWN_DIMS if down_dims is None else down_dims), kernel_size, n_groups, step_embed_dim,
-            film_scale, n_layers, n_heads, hidden_dim, dropout, causal,
-        )  # fmt: skip
-        images = ImageOptions(image_backbone, image_weights, image_norm, image_size, image_crop)
-        super().__init__(
-            horizon, network, images, n_obs_steps=n_obs_steps, keypoints=keypoints, image_dim=image_dim,
-            task_dim=task_dim, do_mask_loss=do_mask_loss, n_action_steps=n_action_steps, latency_steps=latency_steps,
-            temporal_ensemble_coeff=temporal_ensemble_coeff, normalization=normalization,
-        )  # fmt: skip
+        options = GenerativeOptions(n_layers=n_layers, causal=causal, **keywords)
+        super().__init__(horizon, options, n_obs_steps=n_obs_steps, n_action_steps=n_action_steps)
         self.solver, self.num_inference_steps, self.time_sampling = solver, num_inference_steps, time_sampling
         for name, value, known in (("solver", solver, Solver), ("time_sampling", time_sampling, TimeSampling)):
             if value not in get_args(known):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from etude.errors import ConfigError
 from etude.policies.base import PolicyModule, masked_loss
 from etude.policies.dit import DenoisingTransformer, DiT
-from etude.policies.observation import ImageOptions, ObservationEncoder
+from etude.policies.observation import ObservationEncoder
+from etude.policies.options import SharedOptions
 from etude.policies.unet1d import ConditionalUnet1D
+from etude.signatures.nested import ParametersOf
 from etude.types import DataSpec, Loss
 
 Head = Literal["unet", "transformer", "dit"]
@@ -26,26 +28,46 @@ PUBLISHED_DOWN_DIMS = (512, 1024, 2048)
 
 
 @dataclass(frozen=True)
-class HeadOptions:
-    """The network that denoises; see the parameters of the policies."""
+class GenerativeOptions(SharedOptions):
+    """Beside what all policies share: the network that denoises, and how observations condition it."""
 
-    kind: Head
-    down_dims: list[int]
-    kernel_size: int
-    n_groups: int
-    step_embed_dim: int
-    film_scale: bool
-    n_layers: int
-    n_heads: int
-    hidden_dim: int
-    dropout: float
-    causal: bool
+    head: Head = "unet"
+    """Network that denoises: unet, transformer or dit."""
+    down_dims: list[int] | None = None
+    """Channels of the UNet at each level; None is 512, 1024, 2048."""
+    kernel_size: int = 5
+    """Width of the UNet's convolutions in time."""
+    n_groups: int = 8
+    """Groups of the UNet's normalisations."""
+    step_embed_dim: int = 128
+    """Width of the UNet's embedding of the noise level."""
+    film_scale: bool = True
+    """Let the condition scale the UNet's channels as well as shift them."""
+    n_layers: int = 8
+    """Blocks of a transformer or DiT head."""
+    n_heads: int = 4
+    """Attention heads of a transformer or DiT head."""
+    hidden_dim: int = 256
+    """Width of a transformer or DiT head."""
+    dropout: float = 0.0
+    """Dropout of a transformer or DiT head."""
+    causal: bool = True
+    """Let an action of the transformer see no later one."""
+    do_mask_loss: bool = True
+    """Leave padded actions out of the loss."""
+    keypoints: int = 32
+    """Points located in each image."""
+    image_dim: int | None = 64
+    """Width of a layer over them; None leaves it out."""
+    task_dim: int = 32
+    """Width of the embedding of a task."""
 
-    def make(self, action_dim: int, encoder: ObservationEncoder, horizon: int, n_obs_steps: int) -> nn.Module:
+    def make_head(self, action_dim: int, encoder: ObservationEncoder, horizon: int, n_obs_steps: int) -> nn.Module:
         """Return the network for actions of this width and conditions of this encoder."""
-        if self.kind == "unet":
+        if self.head == "unet":
+            down_dims = list(PUBLISHED_DOWN_DIMS if self.down_dims is None else self.down_dims)
             unet = ConditionalUnet1D(
-                action_dim, encoder.out_dim, down_dims=self.down_dims, kernel_size=self.kernel_size,
+                action_dim, encoder.out_dim, down_dims=down_dims, kernel_size=self.kernel_size,
                 groups=self.n_groups, step_embed_dim=self.step_embed_dim, film_scale=self.film_scale,
             )  # fmt: skip
             unet.check_horizon(horizon)
@@ -53,12 +75,16 @@ class HeadOptions:
         sizes: dict[str, Any] = {
             "n_layers": self.n_layers, "n_heads": self.n_heads, "hidden_dim": self.hidden_dim, "dropout": self.dropout
         }  # fmt: skip
-        if self.kind == "dit":
+        if self.head == "dit":
             return DiT(action_dim, encoder.out_dim, horizon, **sizes)
-        if self.kind != "transformer":
-            raise ConfigError(f"head {self.kind!r} is unknown; one of unet, transformer, dit")
+        if self.head != "transformer":
+            raise ConfigError(f"head {self.head!r} is unknown; one of unet, transformer, dit")
         width = encoder.step_dim + encoder.context_dim
         return DenoisingTransformer(action_dim, width, horizon, n_obs_steps, causal=self.causal, **sizes)
+
+
+GenerativeKeywords = Annotated[Any, ParametersOf("etude.policies.generative:GenerativeOptions")]
+"""Says that `**keywords` are fields of `GenerativeOptions`."""
 
 
 class GenerativePolicy(PolicyModule):
@@ -75,27 +101,22 @@ class GenerativePolicy(PolicyModule):
     def __init__(
         self,
         horizon: int,
-        head: HeadOptions,
-        images: ImageOptions,
+        options: GenerativeOptions,
         *,
         n_obs_steps: int,
-        keypoints: int,
-        image_dim: int | None,
-        task_dim: int,
-        do_mask_loss: bool,
-        **execution: Any,
+        n_action_steps: int | None,
     ) -> None:
         if horizon < n_obs_steps:
             raise ConfigError(
                 f"{type(self).__name__} denoises {horizon} actions from the oldest of {n_obs_steps} observations on, "
                 f"which leaves none for the future; set horizon above n_obs_steps"
             )
-        super().__init__(horizon - n_obs_steps + 1, n_obs_steps=n_obs_steps, **execution)
+        super().__init__(
+            horizon - n_obs_steps + 1, n_obs_steps=n_obs_steps, n_action_steps=n_action_steps, **options.execution
+        )
         self.denoised_steps = horizon
         """Actions that are denoised together; `self.horizon` of them lie in the present and the future."""
-        self.head_options, self.image_options = head, images
-        self.encoder_options: dict[str, Any] = {"keypoints": keypoints, "image_dim": image_dim, "task_dim": task_dim}
-        self.do_mask_loss = do_mask_loss
+        self.options, self.do_mask_loss = options, options.do_mask_loss
 
     @property
     def action_delta_indices(self) -> list[int]:
@@ -119,9 +140,13 @@ class GenerativePolicy(PolicyModule):
 
     def make_layers(self, spec: DataSpec) -> None:
         """Create the encoder of observations and the network that denoises."""
-        images = replace(self.image_options, fetch_weights=not self.is_restored)
-        self.encoder = ObservationEncoder(spec, self.n_obs_steps, images=images, **self.encoder_options)
-        self.head = self.head_options.make(self.action_dim, self.encoder, self.denoised_steps, self.n_obs_steps)
+        options = self.options
+        images = replace(options.images, fetch_weights=not self.is_restored)
+        self.encoder = ObservationEncoder(
+            spec, self.n_obs_steps, images=images, keypoints=options.keypoints, image_dim=options.image_dim,
+            task_dim=options.task_dim,
+        )  # fmt: skip
+        self.head = options.make_head(self.action_dim, self.encoder, self.denoised_steps, self.n_obs_steps)
 
     def condition(self, batch: Mapping[str, Any]) -> Tensor:
         """Return what the network is told of normalised observations: one vector, or tokens for a transformer."""

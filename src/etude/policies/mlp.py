@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from etude.errors import ConfigError
 from etude.policies.base import PolicyModule, masked_loss
-from etude.policies.normalize import Mode
-from etude.policies.observation import ImageOptions, ObservationEncoder
-from etude.policies.vision import Norm
+from etude.policies.observation import ObservationEncoder
+from etude.policies.options import SharedKeywords, SharedOptions
 from etude.types import DataSpec, Loss
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
@@ -38,15 +37,7 @@ class MLP(PolicyModule):
         n_obs_steps: Observations in a row that the policy sees.
         loss: How errors of continuous actions count: mse or l1.
         task_dim: Width of the embedding of a task, where there are several.
-        temporal_ensemble_coeff: Average overlapping chunks with weights exp(-m * i), oldest first.
-        latency_steps: Control steps that computing a chunk takes.
-        normalization: Mode by role (state, environment, image, action) or feature name: mean_std, min_max, quantiles,
-            identity, imagenet.
-        image_backbone: resnet18, resnet34, resnet50, resnet10, or resnet10_small for CPUs.
-        image_weights: Directory or hub name of pretrained weights of the backbone.
-        image_norm: auto, group, frozen or batch: the normalisation layers of the backbone.
-        image_size: Height and width that every camera is scaled to.
-        image_crop: Height and width cut out of images, at random in training.
+        keywords: Fields of `SharedOptions`: how chunks are executed and how images are read.
     """
 
     def __init__(
@@ -59,30 +50,17 @@ class MLP(PolicyModule):
         n_obs_steps: int = 1,
         loss: Literal["mse", "l1"] = "mse",
         task_dim: int = 32,
-        temporal_ensemble_coeff: float | None = None,
-        latency_steps: int = 0,
-        normalization: dict[str, Mode] | None = None,
-        image_backbone: str = "resnet18",
-        image_weights: str | None = None,
-        image_norm: Norm = "auto",
-        image_size: list[int] | None = None,
-        image_crop: list[int] | None = None,
+        **keywords: SharedKeywords,
     ) -> None:
-        super().__init__(
-            chunk_size,
-            n_obs_steps=n_obs_steps,
-            n_action_steps=n_action_steps,
-            temporal_ensemble_coeff=temporal_ensemble_coeff,
-            latency_steps=latency_steps,
-            normalization=normalization,
-        )
+        shared = SharedOptions(**keywords)
+        super().__init__(chunk_size, n_obs_steps=n_obs_steps, n_action_steps=n_action_steps, **shared.execution)
         if activation not in ACTIVATIONS:
             raise ConfigError(f"MLP activation {activation!r} is unknown; one of {', '.join(ACTIVATIONS)}")
         if loss not in ("mse", "l1"):
             raise ConfigError(f"MLP loss {loss!r} is unknown; one of mse, l1")
         self.hidden = hidden if hidden is not None else [128, 128]
         self.dropout, self.activation, self.loss, self.task_dim = dropout, activation, loss, task_dim
-        self.images = ImageOptions(image_backbone, image_weights, image_norm, image_size, image_crop)
+        self.images = shared.images
 
     def make_layers(self, spec: DataSpec) -> None:
         """Create the layers for the features of a dataset."""

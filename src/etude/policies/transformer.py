@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,17 +138,9 @@ class EncoderLayer(Layer):
 class DecoderLayer(Layer):
     """Self-attention, attention to a memory, and a feed-forward network; see `Layer`."""
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        hidden: int,
-        dropout: float = 0.1,
-        activation: str = "relu",
-        pre_norm: bool = False,
-    ) -> None:
-        super().__init__(width, heads, hidden, dropout, activation, pre_norm)
-        self.cross_attention = Attention(width, heads, dropout)
+    def __init__(self, width: int, heads: int, *sizes: Any) -> None:
+        super().__init__(width, heads, *sizes)
+        self.cross_attention = Attention(width, heads, self.dropout)
         self.norm3 = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor, positions: Tensor, memory: Tensor, memory_positions: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.signatures.annotations import interpret, understood
+from etude.signatures.nested import ParametersOf, find_nested
 from etude.signatures.source import Source, find_source
 
 
@@ -60,6 +61,12 @@ def _inherit(own: Signature, inherited: Signature | None) -> Signature:
     names = {p.name for p in own.parameters}
     rest = tuple(p for p in inherited.parameters if p.name not in names)
     return Signature(own.parameters + rest, inherited.open, own.summary)
+
+
+def _group(annotation: Any) -> Signature | None:
+    """Return the parameters that `**options: Annotated[Any, ParametersOf(...)]` stands for."""
+    said = find_nested(annotation)
+    return read_static(said.target) if isinstance(said, ParametersOf) else None
 
 
 # ---- from source -----------------------------------------------------------------------------------------------------
@@ -113,7 +120,9 @@ def _from_function(source: Source, node: ast.FunctionDef, doc: str, *, skip_firs
     by_name += list(zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True))
     helps = _helps(doc)
     found = tuple(_parameter(source, a.arg, a.annotation, d, helps.get(a.arg, "")) for a, d in by_name)
-    return Signature(found, arguments.kwarg is not None, _first_line(doc))
+    own = Signature(found, arguments.kwarg is not None, _first_line(doc))
+    rest = arguments.kwarg.annotation if arguments.kwarg is not None else None
+    return own if rest is None else _inherit(own, _group(interpret(rest, source.lookup)))
 
 
 def _parameter(
@@ -235,7 +244,9 @@ def _from_callable(target: Callable[..., Any], doc: str, *, skip_first: bool = F
                 help=helps.get(parameter.name, ""),
             )
         )
-    return Signature(tuple(parameters), any(p.kind is p.VAR_KEYWORD for p in found), _first_line(doc))
+    rest = next((p.annotation for p in found if p.kind is p.VAR_KEYWORD), None)
+    own = Signature(tuple(parameters), rest is not None, _first_line(doc))
+    return own if rest in (None, inspect.Parameter.empty) else _inherit(own, _group(understood(rest, lookup)))
 
 
 def _type_text(annotation: Any) -> str:

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from etude.cli.quickstart import StageLog, run_quickstart
+from etude.cli.quickstart import POLICIES, StageLog, read_recipe, run_quickstart
+from etude.config import yaml12
+from etude.config.load import load
 from etude.config.restore import load_policy
 from etude.errors import ConfigError
 from etude.runs.directory import Run
@@ -62,6 +64,18 @@ def test_a_stage_is_done_once_and_its_time_is_kept(tmp_path: Path, capsys: pytes
     (tmp_path / "quickstart.json").write_text("{")
     with pytest.raises(ConfigError, match="delete"):
         StageLog(tmp_path, {"x": 1})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_recipe_is_the_shipped_presets_with_ones_own_data_seed_and_length(policy: str, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(yaml12.write(read_recipe(f"metaworld-{policy}", "d", seed=3, steps=7)))
+    found, preset = load(tmp_path / "x.yaml").config, load(f"metaworld-{policy}").config
+    assert (found.policy, found.data.params) == (preset.policy, {"root": "d"})
+    measured = {name: getattr(preset.training, name) for name in ("evaluate_every", "best_metric", "best_mode")}
+    assert found.training.model_copy(update=measured) == preset.training.model_copy(
+        update={"seed": 3, "training_steps": found.training.training_steps}
+    )
+    assert read_recipe(f"metaworld-{policy}", "d")["training"]["training_steps"] > 7
 
 
 def test_unknown_tasks_and_policies_are_refused(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from torch import nn
 pytest.importorskip("pyarrow")
 
 import etude
+from etude.config.build import build
+from etude.config.load import load
 from etude.config.training import TrainingConfiguration
 from etude.data import Augment, LeRobotDataModule, LeRobotDataset, Mixture, as_data, evaluation_batches
 from etude.data.lerobot.layout import BOOKKEEPING
-from etude.data.module import find_dataset, lerobot_data, split_episodes
-from etude.errors import DataError
+from etude.data.module import find_dataset, split_episodes
+from etude.errors import ConfigError, DataError
 from etude.registry import DATASET_BUILDER_REGISTRY
 from etude.types.protocols import Place
 from tests.unit.data.lerobot.recordings import everything, record
@@ -69,7 +71,7 @@ def test_features_can_be_chosen_and_left_out(tmp_path: Path, options: dict[str, 
     root = record(tmp_path / "c", (6, 5), cameras=True)
     module = LeRobotDataModule(root=root, val_fraction=0.4, **options)
     assert set(module.spec.features) == {*kept, "task_index"}
-    for data in (module.train_data(), module.eval_data(), lerobot_data(str(root), **options)):
+    for data in (module.train_data(), module.eval_data()):
         ((batch,),) = taken(data, [0], Place(batch_size=4))
         assert set(batch) == {*kept, *BOOKKEEPING}
     everything_there = LeRobotDataset(root)
@@ -256,14 +258,41 @@ def test_too_few_episodes_are_told(tmp_path: Path, root: Path) -> None:
         LeRobotDataModule(root=root, val_episodes=[9]).train_data()
 
 
-def test_a_configuration_names_it_lerobot(root: Path) -> None:
-    assert DATASET_BUILDER_REGISTRY.get("lerobot") is lerobot_data
-    train = lerobot_data(str(root), split="train", val_fraction=0.4)
-    validation = lerobot_data(str(root), split="validation", val_fraction=0.4)
-    assert train.length + validation.length == lerobot_data(str(root)).length == 30
+def test_a_part_may_be_served_alone_as_stored_configurations_ask(root: Path) -> None:
+    assert DATASET_BUILDER_REGISTRY.get("lerobot") is LeRobotDataModule
+    parts: dict[str, Any] = {
+        name: LeRobotDataModule(root=root, split=name, val_fraction=0.4)  # type: ignore[arg-type]
+        for name in ("all", "train", "validation")
+    }
+    lengths = {name: part.train_data().length for name, part in parts.items()}
+    assert lengths["train"] + lengths["validation"] == lengths["all"] == 30
+    assert lengths == {name: part.eval_data().length for name, part in parts.items()}
+    assert not any(part.has_validation for part in parts.values())
+    train, validation = parts["train"].train_data(), parts["validation"].train_data()
     assert same(train.spec["action"].stats, validation.spec["action"].stats)
+    assert LeRobotDataModule(root=root, split="train").val_dataset is not None, "a tenth unless told"
     with pytest.raises(DataError, match="split must be"):
-        lerobot_data(str(root), split="test")  # type: ignore[arg-type]
+        LeRobotDataModule(root=root, split="test")  # type: ignore[arg-type]
+
+
+def test_what_holds_nothing_out_is_evaluated_on_whole(root: Path) -> None:
+    batches = evaluation_batches(LeRobotDataModule(root=root), Place(batch_size=30))
+    assert [len(batch["action"]) for batch in batches] == [30]
+
+
+def test_a_configuration_needs_no_second_block_for_evaluation(root: Path, tmp_path: Path) -> None:
+    text = f"""
+policy: {{type: mlp, params: {{hidden: [8]}}}}
+data: {{type: lerobot, params: {{root: {root}, val_episodes: [1, 3]}}}}
+training: {{training_steps: 1, evaluate_every: 1, batch_size: 4}}
+"""
+    (tmp_path / "one.yaml").write_text(text)
+    metrics = build(load(tmp_path / "one.yaml"), run=tmp_path / "run").fit().metrics
+    assert metrics["eval/loss"] > 0
+    (tmp_path / "bad.yaml").write_text(text.replace("val_episodes: [1, 3]", "batch_size: 4, camera: top"))
+    wrong = r"(?s)batch_size: is passed by the framework.*camera: .*did you mean 'cameras'"
+    with pytest.raises(ConfigError, match=wrong):
+        load(tmp_path / "bad.yaml")
 
 
 def test_a_dataset_that_is_not_there_comes_with_how_to_record_it(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from etude.data.lerobot.layout import BOOKKEEPING
+from etude.data.lerobot.options import ReadKeywords
 from etude.data.lerobot.source import LeRobotSource
 from etude.data.lerobot.stats import PICTURES_SAMPLED, PictureStats, Stats, column_stats, picture_stats
 from etude.data.order import Indices, Keys
@@ -36,16 +37,9 @@ class LeRobotDataset:
         root: Directory that has `meta/info.json`.
         episodes: Which episodes to serve; None means all.
         delta_timestamps: Windows in seconds by feature name, multiples of 1 / fps.
-        cameras: Which cameras to serve; None means all, an empty list none.
-        features: Which features to serve, by name or pattern such as `observation.*`; None means all.
-        exclude: Which of them to leave out, by name or pattern.
         stats_episodes: Episodes that statistics come from; those served if None.
         augment: Changes pictures in training; see `etude.data.augment`.
-        cache_gb: How many decoded frames to keep on disk, in 1e9 bytes.
-        cache_dir: Where caches go; $ETUDE_CACHE or ~/.cache/etude if None.
-        tolerance_s: How far a timestamp may be off; a tenth of a frame if None.
-        cross_check: Compare the data with what was noted about each episode, and refuse what differs.
-        show_progress: Show in a terminal how decoding gets on.
+        keywords: Fields of `ReadOptions`: cameras, features, cache_gb and so on; an open source has them already.
     """
 
     def __init__(
@@ -54,24 +48,11 @@ class LeRobotDataset:
         episodes: Sequence[int] | None = None,
         *,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
-        cameras: Sequence[str] | None = None,
-        features: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
         stats_episodes: Sequence[int] | None = None,
         augment: Augmentation | None = None,
-        cache_gb: float = 4.0,
-        cache_dir: str | Path | None = None,
-        tolerance_s: float | None = None,
-        cross_check: bool = True,
-        show_progress: bool = True,
+        **keywords: ReadKeywords,
     ) -> None:
-        if isinstance(root, LeRobotSource):
-            source = root
-        else:
-            source = LeRobotSource(
-                root, cameras=cameras, features=features, exclude=exclude, cache_gb=cache_gb, cache_dir=cache_dir,
-                tolerance_s=tolerance_s, cross_check=cross_check, show_progress=show_progress,
-            )  # fmt: skip
+        source = root if isinstance(root, LeRobotSource) else LeRobotSource(root, **keywords)
         self.source = source
         self.root, self.fps, self.tasks = source.root, source.info.fps, source.tasks
         self.augment = augment

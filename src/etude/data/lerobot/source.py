@@ -22,6 +22,7 @@ from etude.data.lerobot.crosscheck import check_numbers, check_pictures, check_t
 from etude.data.lerobot.episodes import Episodes, read_episodes, read_task_texts
 from etude.data.lerobot.frames import Frames, ImageSource, Source, VideoSource, copy_pictures, decode_all, find_stamps
 from etude.data.lerobot.layout import BOOKKEEPING, FeatureInfo, Info, choose_features, read_info
+from etude.data.lerobot.options import ReadKeywords, ReadOptions
 from etude.data.lerobot.tables import arrow, numbers, read_table
 from etude.data.lerobot.validate import check_columns, check_manifest, default_tolerance_s, put_in_order
 from etude.errors import DataError
@@ -38,49 +39,30 @@ class LeRobotSource:
 
     Args:
         root: Directory that has `meta/info.json`.
-        cameras: Which cameras to open; None means all.
-        features: Which features to open, by name or pattern such as `observation.*`; None means all.
-        exclude: Which of them to leave out, by name or pattern.
-        cache_gb: How much decoded video and how many decoded images to keep on disk, in 1e9 bytes.
-        cache_dir: Where caches go.
-        tolerance_s: How far a timestamp may be off; a tenth of a frame if None.
-        cross_check: Compare the data with what was noted about each episode, and refuse what differs.
-        show_progress: Show in a terminal how decoding gets on.
         warn: Say when the budget does not hold all frames.
+        keywords: Fields of `ReadOptions`.
     """
 
-    def __init__(
-        self,
-        root: str | Path,
-        *,
-        cameras: Sequence[str] | None = None,
-        features: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
-        cache_gb: float = 4.0,
-        cache_dir: str | Path | None = None,
-        tolerance_s: float | None = None,
-        cross_check: bool = True,
-        show_progress: bool = True,
-        warn: bool = True,
-    ) -> None:
+    def __init__(self, root: str | Path, *, warn: bool = True, **keywords: ReadKeywords) -> None:
+        options = ReadOptions(**keywords)
         arrow()
         self.root = Path(root)
-        self.info: Info = choose_features(read_info(self.root), features, exclude)
+        self.info: Info = choose_features(read_info(self.root), options.features, options.exclude)
         self.episodes: Episodes = read_episodes(self.info)
         self.tasks: list[str] = read_task_texts(self.info)
-        self._budget_bytes = int(_checked_budget(cache_gb) * 1e9)
-        self._show_progress, self._warn, self._cross_check = show_progress, warn, cross_check
-        chosen = _chosen(self.info, cameras)
-        self._cache = Cache(self.root, cache_dir)
+        self._budget_bytes = int(_checked_budget(options.cache_gb) * 1e9)
+        self._show_progress, self._warn, self._cross_check = options.show_progress, warn, options.cross_check
+        chosen = _chosen(self.info, options.cameras)
+        self._cache = Cache(self.root, options.cache_dir)
         self._data_files = sorted(set(self.episodes.data_files))
         videos = [file for name in chosen for file in (self.episodes.clips[name].files if self._is_video(name) else [])]
         self._hashes = self._cache.hash_files([*self.episodes.meta_files, *self._data_files, *videos])
         check_manifest(self.root, self._hashes)
         arrays, self._order = self._open_columns()
-        tolerance = default_tolerance_s(self.info.fps) if tolerance_s is None else tolerance_s
+        tolerance = default_tolerance_s(self.info.fps) if options.tolerance_s is None else options.tolerance_s
         check_columns(arrays, self.info, self.episodes, self.tasks, tolerance)
-        if cross_check:
-            self._compare_with_notes(arrays, with_time=tolerance_s is None)
+        if options.cross_check:
+            self._compare_with_notes(arrays, with_time=options.tolerance_s is None)
         self.columns: dict[str, Any] = {name: _for_training(name, values) for name, values in arrays.items()}
         self._open_cameras(chosen, arrays["timestamp"])
 
@@ -161,14 +143,7 @@ class LeRobotSource:
             self.columns[name] = torch.from_numpy(cached) if whole else Frames(source, self.episodes, cached)
 
     def _source(self, feature: FeatureInfo, timestamps: Array) -> Source:
-        key = [
-            _CACHE_FORMAT,
-            self._cross_check,
-            feature.name,
-            list(feature.shape),
-            self.info.fps,
-            self._file_keys(feature),
-        ]
+        key = [*self._key(feature), self._file_keys(feature)]
         if feature.dtype == "video":
             key.append([self._hashes[path] for path in self._data_files])  # the timestamps are there
 
@@ -184,6 +159,9 @@ class LeRobotSource:
         )  # fmt: skip
         return ImageSource(self.info, self.episodes, feature, blobs)
 
+    def _key(self, feature: FeatureInfo) -> list[Any]:
+        return [_CACHE_FORMAT, self._cross_check, feature.name, list(feature.shape), self.info.fps]
+
     def _file_keys(self, feature: FeatureInfo) -> list[str]:
         files = self.episodes.clips[feature.name].files if feature.dtype == "video" else self._data_files
         meta = [self._hashes[path] for path in self.episodes.meta_files]
@@ -193,15 +171,7 @@ class LeRobotSource:
         feature = source.feature
         height, width, channels = feature.shape
         rows = int(self.episodes.ends[count - 1])
-        key = [
-            _CACHE_FORMAT,
-            self._cross_check,
-            feature.name,
-            list(feature.shape),
-            self.info.fps,
-            count,
-            self._file_keys(feature),
-        ]
+        key = [*self._key(feature), count, self._file_keys(feature)]
 
         def build(target: Path) -> None:
             with _progress(f"decoding {feature.name}", rows, self._show_progress) as advance:

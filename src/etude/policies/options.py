@@ -1,0 +1,54 @@
+"""Options that policies share, said once: how chunks are executed, what is normalised, and how images are read.
+
+A policy takes them flat, among its own keywords: `ACT(chunk_size=16, latency_steps=1, image_size=[96, 96])`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from etude.policies.normalize import Mode
+from etude.policies.observation import ImageOptions
+from etude.policies.vision import Norm
+from etude.signatures.nested import ParametersOf
+
+
+@dataclass(frozen=True)
+class SharedOptions:
+    """How chunks are executed, what is normalised, and how images are read."""
+
+    temporal_ensemble_coeff: float | None = None
+    """Average overlapping chunks with weights exp(-m * i), oldest first; ACT's paper has 0.01, None does not."""
+    latency_steps: int = 0
+    """Control steps that computing a chunk takes."""
+    normalization: dict[str, Mode] | None = None
+    """Mode by role (state, environment, image, action) or feature name: mean_std, min_max, quantiles, identity,
+    imagenet."""
+    image_backbone: str = "resnet18"
+    """resnet18, resnet34, resnet50, resnet10, or resnet10_small for CPUs."""
+    image_weights: str | None = None
+    """Directory or hub name of pretrained weights of the backbone."""
+    image_norm: Norm = "auto"
+    """auto, group, frozen or batch: the normalisation layers of the backbone."""
+    image_size: list[int] | None = None
+    """Height and width that every camera is scaled to; None leaves them."""
+    image_crop: list[int] | None = None
+    """Height and width cut out of images, at random in training."""
+
+    @property
+    def execution(self) -> dict[str, Any]:
+        """What `PolicyModule` takes of them."""
+        return {
+            "temporal_ensemble_coeff": self.temporal_ensemble_coeff, "latency_steps": self.latency_steps,
+            "normalization": self.normalization,
+        }  # fmt: skip
+
+    @property
+    def images(self) -> ImageOptions:
+        """How images are read."""
+        return ImageOptions(self.image_backbone, self.image_weights, self.image_norm, self.image_size, self.image_crop)
+
+
+SharedKeywords = Annotated[Any, ParametersOf("etude.policies.options:SharedOptions")]
+"""Says that `**keywords` are fields of `SharedOptions`."""
