@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.config import yaml12
 from etude.config.load import load
+from etude.reading import yaml12
 from etude.simulation.presets import FAMILIES, PRESETS, Family, make_config
 
 FILES: dict[str, tuple[str, Family]] = {

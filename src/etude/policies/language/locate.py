@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from etude.errors import CheckpointError, ConfigError
 from etude.policies.language.extras import import_llm
-from etude.registry import did_you_mean
+from etude.reading.suggest import did_you_mean
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
 PATIENCE_S = 3.0

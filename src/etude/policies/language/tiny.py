@@ -9,7 +9,7 @@ from typing import Any
 
 from etude.errors import ConfigError
 from etude.policies.language.extras import import_llm
-from etude.registry import did_you_mean
+from etude.reading.suggest import did_you_mean
 
 CHARACTERS = "\n" + string.printable[:95]
 END, UNKNOWN = "<eos>", "<unk>"

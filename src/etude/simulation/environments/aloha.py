@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from etude.errors import ConfigError
-from etude.registry import did_you_mean
+from etude.reading.suggest import did_you_mean
 from etude.simulation.environments.base import (
     ACTION,
     ENVIRONMENT_STATE,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from etude.errors import ConfigError
-from etude.registry import did_you_mean
+from etude.reading.suggest import did_you_mean
 from etude.simulation.environments.base import ACTION, STATE, Array, Observation, StepOutcome, image_name
 from etude.simulation.environments.metaworld_tasks import CAMERAS, TASKS
 from etude.simulation.environments.quick_sawyer import quick_class
