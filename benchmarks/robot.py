@@ -124,10 +124,10 @@ def run_row(row: Row, episodes: int, folder: Path, steps: int | None, workers: i
 def _train(
     row: Row, config: dict[str, Any], dataset: Path, episodes: int, folder: Path, workers: int
 ) -> dict[str, Any]:
-    from etude.config import yaml12
     from etude.config.build import build
     from etude.config.load import load
     from etude.data.lerobot.reader import LeRobotDataset
+    from etude.reading import yaml12
 
     path = folder / "row.yaml"
     path.write_text(yaml12.write({**config, "loggers": []}))

@@ -5,16 +5,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
+from etude.errors import MissingExtraError
 
-def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`; `homes` tells the names that each of its modules has."""
+
+def lazily(
+    package: str, homes: Mapping[str, Iterable[str]], needs: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a package's `__getattr__` and `__dir__`.
+
+    Args:
+        package: Its name.
+        homes: The names that each of its modules has.
+        needs: Packages that all of them need, with the extra that brings each.
+    """
     home_of = {name: home for home, names in homes.items() for name in names}
 
     def get(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        for needed, extra in (needs or {}).items():
+            if find_spec(needed) is None:
+                raise MissingExtraError(f"{name} needs {needed}; run: pip install 'etude[{extra}]'")
         value = getattr(import_module(f"{package}.{home_of[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value

@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from etude.errors import MissingExtraError, RegistryError
+from etude.reading.suggest import did_you_mean
 from etude.signatures.fit import missing_of, offers
 from etude.types import protocols
 
@@ -224,14 +225,6 @@ class Registry(Generic[T]):
         """Return what there is to know about a component: its summary and its parameters."""
         signature = self.signature(key)
         return Description(key, signature.summary, signature.parameters, _home(self._entry(key)))
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest known word, or nothing."""
-    from difflib import get_close_matches
-
-    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 EXTRAS: Final = {

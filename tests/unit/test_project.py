@@ -60,6 +60,7 @@ BY_IMPORT = {
     "PIL": "pillow",
     "google": "protobuf",
     "mlflow": "mlflow-skinny",
+    "profanity_check": "alt-profanity-check",
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
@@ -70,7 +71,7 @@ NOT_ASKED_FOR = {
     "pydantic_core": "a part of pydantic",
     "triton": "comes with torch where torch wants it",
 }
-IMPORTERS = {"import_extra", "import_llm", "import_module", "find_spec", "require_extra"}
+IMPORTERS = {"import_extra", "import_scorer", "import_module", "find_spec", "require_extra"}
 
 
 def _imported() -> Iterator[str]:

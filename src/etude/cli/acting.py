@@ -43,7 +43,7 @@ def load_function(file: Path, name: str) -> Any:
 
 def read_options(settings: Sequence[str], cameras: str | None, size: int | None) -> dict[str, Any]:
     """Return the parameters of an environment from KEY=VALUE texts and the two that have options of their own."""
-    from etude.config import yaml12
+    from etude.reading import yaml12
 
     options: dict[str, Any] = {}
     for setting in settings:

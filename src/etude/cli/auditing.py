@@ -3,84 +3,39 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from etude.cli.output import is_main_rank, print_json, print_table, say, show_log
-from etude.config import yaml12
-from etude.config.yaml12 import ReadError
 from etude.errors import ConfigError
-from etude.redteam.config import RUN_SECTION, RedTeamConfig
+from etude.reading import yaml12
+from etude.reading.compose import read_file
+from etude.reading.load import Loaded, load
+from etude.redteam.config import REDTEAM, RUN_SECTION, RedTeamConfig
 from etude.runs.durable import write_atomically
 
 KEPT_CONFIG = "redteam.yaml"
 log = logging.getLogger("etude")
 
 
-def read_config(path: Path | None, given: Mapping[str, Any], settings: Sequence[str]) -> RedTeamConfig:
+def read_config(path: Path | None, given: Mapping[str, Any], settings: Sequence[str]) -> Loaded[RedTeamConfig]:
     """Return the configuration of a file, with options and settings over it."""
-    values: dict[str, Any] = {} if path is None else _read(path)
-    for key, value in given.items():
-        if value is not None:
-            _set(values, key, str(value) if isinstance(value, Path) else value)
-    for text in settings:
-        key, equals, written = text.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set {text}: write key=value, such as training.lr=1e-4")
-        try:
-            _set(values, key, yaml12.read(written).value)
-        except ReadError as error:
-            raise ConfigError(f"--set {text}: {error.message}") from None
-    try:
-        return RedTeamConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(problem) for problem in error.errors(include_url=False))) from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml12.read(yaml12.read_bytes(path.read_bytes())).value
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except ReadError as error:
-        raise yaml12.as_config_error(error, str(path)) from None
-    values = {} if values is None else values
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a configuration is a mapping of keys to values")
-    inner = values.get(RUN_SECTION)
-    return inner if isinstance(inner, dict) and len(values) == 1 else values  # as a run keeps it
-
-
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    for part in path:
-        values = values.setdefault(part, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"{key}: {part} is not a mapping")
-    values[last] = value
-
-
-def _explain(problem: Any) -> str:
-    place = ".".join(map(str, problem["loc"]))
-    if problem["type"] == "extra_forbidden":
-        from etude.registry import did_you_mean
-
-        known = list(RedTeamConfig.model_fields) if len(problem["loc"]) == 1 else []
-        return f"{place}: unknown key{did_you_mean(str(problem['loc'][-1]), known)}"
-    return f"{place}: {problem['msg']}"
+    # As JSON, which is YAML too: what an option gives is one value, whatever it looks like.
+    options = {key: value for key, value in given.items() if value is not None}
+    overrides = [f"{key}={json.dumps(value, default=str, ensure_ascii=False)}" for key, value in options.items()]
+    return load(path, [*overrides, *settings], REDTEAM)
 
 
 def is_auditing(path: Path) -> bool:
     """Return whether the stored configuration of a run is one of `etude redteam train`."""
     try:
-        values = yaml12.read(yaml12.read_bytes(path.read_bytes())).value
-    except ReadError:
+        values = read_file(str(path)).values
+    except ConfigError:
         return False  # whoever reads it as something else says what is wrong
-    return isinstance(values, dict) and list(values) == [RUN_SECTION]
+    return list(values) == [RUN_SECTION]
 
 
 def train_auditor(path: Path | None, given: Mapping[str, Any], settings: Sequence[str]) -> None:
@@ -93,17 +48,18 @@ def resume_auditor(run: Path, settings: Sequence[str]) -> None:
     _train(read_config(run / "config.yaml", {}, settings), run)
 
 
-def _train(config: RedTeamConfig, run: Path | None = None) -> None:
+def _train(loaded: Loaded[RedTeamConfig], run: Path | None = None) -> None:
+    config = loaded.config
     gc.enable()  # switched off for the start by `main`
     show_log()
     config.check_models()
     if is_main_rank():
         log.info("loading the auditor %s and the target %s", config.auditor, config.target)
-    trainer = config.build(run)
+    trainer = config.build(run, loaded.stored())
     directory = Path(config.ckpt_dir)
     if is_main_rank():
         directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(directory / KEPT_CONFIG, yaml12.write(config.model_dump(mode="json")).encode())
+        write_atomically(directory / KEPT_CONFIG, yaml12.write(loaded.stored()).encode())
     result = trainer.fit()
     if not is_main_rank():
         return
@@ -128,7 +84,7 @@ def evaluate_auditor(
 ) -> None:
     """Evaluate an auditor and the one to compare it with, write both, and print the comparison."""
     beside = Path(auditor).parent / KEPT_CONFIG
-    config = read_config(beside if path is None and beside.is_file() else path, given, settings)
+    config = read_config(beside if path is None and beside.is_file() else path, given, settings).config
     gc.enable()
     config.check_models()
     from etude.redteam.evaluator import ASTEvaluator, compare

@@ -7,7 +7,8 @@ from typing import Any
 from etude.cli.output import print_json, print_table, say
 from etude.config.presets import describe_preset, presets
 from etude.errors import RegistryError
-from etude.registry import REGISTRIES, Registry, did_you_mean, load_plugins
+from etude.reading.suggest import did_you_mean
+from etude.registry import REGISTRIES, Registry, load_plugins
 
 PRESETS = "presets"
 

@@ -146,8 +146,8 @@ def _record(env: str, dataset: Path, episodes: int, noise: float, seed: int) -> 
 
 
 def _train(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    from etude.config import yaml12
     from etude.config.load import load
+    from etude.reading import yaml12
     from etude.runs.durable import write_atomically
 
     path = directory / "experiment.yaml"

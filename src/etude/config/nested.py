@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from etude.config.origins import Problem
-from etude.config.wording import unknown
-from etude.config.yaml12 import Path
 from etude.errors import RegistryError
+from etude.reading.origins import Problem
+from etude.reading.suggest import unknown
+from etude.reading.yaml12 import Path
 from etude.registry import REGISTRIES
 from etude.signatures import Signature, read_static
 from etude.signatures.nested import ComponentOf, Nested, OptionsOf, ParametersOf

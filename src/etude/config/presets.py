@@ -8,7 +8,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from etude.errors import ConfigError
-from etude.registry import did_you_mean
+from etude.reading.dialect import files_in
+from etude.reading.suggest import did_you_mean
 
 logger = logging.getLogger("etude")
 
@@ -43,7 +44,7 @@ def locate(name: str, folder: str = "", named_at: str = "") -> str:
     if name not in known:
         if is_here:
             return path
-        near = did_you_mean(name, [*known, *_files_in(os.path.dirname(path))])
+        near = did_you_mean(name, [*known, *files_in(os.path.dirname(path))])
         raise ConfigError(f"{named_at}no such file and no such preset: {name}{near or ';'} see: etude list presets")
     if os.path.isdir(path):
         raise ConfigError(f"{named_at}{path} is a folder here; the preset of that name is {known[name]}")
@@ -53,23 +54,13 @@ def locate(name: str, folder: str = "", named_at: str = "") -> str:
     return _short(known[name])
 
 
-def nearest(path: str) -> str:
-    """Return `; did you mean 'x'?` for the file or preset that a missing file may have been meant for, or nothing."""
+def nearest_preset(path: str) -> str:
+    """Return `; did you mean the preset 'x'?` for what a missing file may have been meant for, or nothing."""
     from difflib import get_close_matches
 
-    folder, name = os.path.split(path)
-    for close in get_close_matches(name, _files_in(folder), n=1, cutoff=0.6):
-        return f"; did you mean {os.path.join(folder, close)!r}?"
-    for close in get_close_matches(os.path.splitext(name)[0], presets(), n=1, cutoff=0.6):
+    for close in get_close_matches(os.path.splitext(os.path.basename(path))[0], presets(), n=1, cutoff=0.6):
         return f"; did you mean the preset {close!r}?"
     return ""
-
-
-def _files_in(folder: str) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(folder or ".") if name.endswith((".yaml", ".yml")))
-    except OSError:
-        return []
 
 
 def _folder() -> Path:

@@ -23,6 +23,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from etude.errors import ConfigError
+from etude.reading.suggest import unknown
 from etude.types.duration import Duration
 
 DurationField = Annotated[
@@ -31,20 +32,6 @@ DurationField = Annotated[
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"type": ["integer", "string"], "examples": [500, "2 epochs", "30 min"]}),
 ]
-OTHER_WORDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("learning_rate", "learningrate", "rate", "eta", "alpha"), ("lr",)),
-    **dict.fromkeys(("max_steps", "steps", "num_steps", "total_steps", "iterations"), ("training_steps",)),
-    **dict.fromkeys(("epochs", "num_epochs", "max_epochs", "num_train_epochs", "epoch"), ("duration",)),
-    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size", "bs"), ("batch_size",)),
-    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clip_val", "clip"), ("clip_norm",)),
-    **dict.fromkeys(("accumulate_grad_batches", "accumulation_steps"), ("gradient_accumulation_steps",)),
-    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type"), ("schedule",)),
-    **dict.fromkeys(("eval_every", "eval_steps", "val_check_interval"), ("evaluate_every",)),
-    **dict.fromkeys(("save_steps", "checkpoint_every", "save_interval"), ("save_every",)),
-    **dict.fromkeys(("logging_steps", "log_every_n_steps", "log_interval"), ("log_every",)),
-    **dict.fromkeys(("amp", "dtype", "mixed_precision"), ("precision",)),
-}
-"""What other libraries call our settings."""
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
 else:
@@ -65,8 +52,6 @@ class _SaysWhatIsWrong(ModelMetaclass):
 
 
 def _explain(kind: Any, problem: Any) -> str:
-    from difflib import get_close_matches
-
     *above, name = problem["loc"] or ("",)
     place = ".".join(map(str, problem["loc"]))
     if problem["type"] != "extra_forbidden":
@@ -75,10 +60,7 @@ def _explain(kind: Any, problem: Any) -> str:
     for part in above:
         inner = kind.model_fields.get(part)
         kind = kind if inner is None else next(_sections(inner.annotation), kind)
-    known = list(kind.model_fields)
-    near = next((word for word in OTHER_WORDS.get(str(name), ()) if word in known), None)
-    near = near or next(iter(get_close_matches(str(name), known, n=1, cutoff=0.6)), None)
-    return f"{place}: unknown key" + (f"; did you mean {near!r}?" if near else f"; known: {', '.join(known)}")
+    return f"{place}: {unknown(str(name), list(kind.model_fields))}"
 
 
 def _sections(annotation: Any) -> Iterator[Any]:

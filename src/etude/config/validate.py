@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ValidationError
-
-from etude.config.compose import COMPONENT_LISTS, COMPONENTS
-from etude.config.interpolate import Interpolated, Interpolation
-from etude.config.origins import Problem, dotted, lookup
-from etude.config.params import check_params, find_misfits
+from etude.config.components import COMPONENT_LISTS, COMPONENTS, KINDS
+from etude.config.params import check_params
 from etude.config.schema import SCHEMA_VERSION, Component, ExperimentConfig
 from etude.config.training import OptimizerConfiguration
-from etude.config.wording import explain_errors
-from etude.config.yaml12 import Path
 from etude.errors import RegistryError
+from etude.reading.check import check_model
+from etude.reading.interpolate import Interpolated, Interpolation
+from etude.reading.origins import Problem, dotted, lookup
+from etude.reading.yaml12 import Path
 from etude.registry import REGISTRIES, Registry, is_dataset_factory, is_train_step, load_plugins
 from etude.signatures import Signature
 
-KINDS = {
-    "policy": "policies", "data": "data", "eval_data": "data", "algorithm": "algorithms", "loss": "losses",
-    "trainer": "trainers", "engine": "engines", "loggers": "loggers", "callbacks": "callbacks",
-}  # fmt: skip
-"""The registry of each key that holds components."""
 RATES = ("lr", "weight_decay")
 """What a section says beside an optimizer's parameters, and a registered factory may also take among them."""
 
@@ -34,15 +27,9 @@ def validate(tree: Interpolated) -> tuple[ExperimentConfig | None, list[Problem]
     if type(version) is int and version > SCHEMA_VERSION:
         text = f"version {version} is newer than this etude reads ({SCHEMA_VERSION}); upgrade etude"
         return None, [Problem(("schema_version",), text)]
-    problems = list(find_misfits(ExperimentConfig, values, stored, ()))
-    problems += _load_plugins(values)
-    config: ExperimentConfig | None = None
-    try:
-        config = ExperimentConfig.model_validate(values)
-    except ValidationError as error:
-        known = {problem.path for problem in problems}
-        found = explain_errors(error.errors(include_url=False), values, stored, ())
-        problems += [problem for problem in found if problem.path not in known]
+    plugins = _load_plugins(values)
+    config, problems = check_model(ExperimentConfig, tree)
+    problems += plugins
     accepted: dict[Path, dict[str, Any]] = {}
     for path, kind in _components(values):
         params, found = _check_component(REGISTRIES[kind], lookup(values, path), lookup(stored, path), path)

@@ -10,7 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from etude.deploy.wire import PROTOCOL_VERSION, ServeError, check_key, key_from_environment, pack, require, unpack
+from etude.deploy.wire import PROTOCOL_VERSION, ServeError, check_key, key_from_environment, pack, unpack
+from etude.extras import import_extra
 
 _UNAUTHORIZED = 401
 
@@ -99,8 +100,8 @@ class PolicyClient:
 
 
 def _connect(stack: ExitStack, url: str, key: str | None, timeout_s: float) -> Any:
-    client = require("websockets.sync.client")
-    exceptions = require("websockets.exceptions")
+    client = import_extra("websockets.sync.client", "sim")
+    exceptions = import_extra("websockets.exceptions", "sim")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         # No proxy: a robot's policy is near, and a proxy of the environment would be asked for loopback, too.

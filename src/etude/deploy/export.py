@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from etude.deploy.archive import write_archive
 from etude.deploy.exported import FORMAT, MANIFEST_FILE, SCHEMA_VERSION, ExportedPolicy, open_graph
-from etude.deploy.wire import require
 from etude.errors import CheckpointError, ConfigError
+from etude.extras import import_extra
 from etude.policies.base import PolicyModule
 from etude.policies.generative import GenerativePolicy
 from etude.policies.pretrained import describe
@@ -82,7 +82,7 @@ def export_policy(policy: nn.Module, directory: str | Path, kind: str = "torch")
         )
     if kind == "onnx":
         for package in ("onnx", "onnxscript", "onnxruntime"):
-            require(package)
+            import_extra(package, "sim")
     policy.require_built()
     policy = copy.deepcopy(policy).cpu().eval().requires_grad_(False)
     for tensor in (*policy.parameters(), *policy.buffers()):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.deploy.wire import require
 from etude.errors import CheckpointError, DataError
+from etude.extras import import_extra
 from etude.policies.executor import Executing
 from etude.policies.spec import spec_from_json
 from etude.types import Feature
@@ -146,7 +146,7 @@ def open_graph(kind: str, path: Path, content: bytes) -> Graph:
 
 
 def _open_onnx(content: bytes) -> Graph:
-    runtime = require("onnxruntime")
+    runtime = import_extra("onnxruntime", "sim")
     session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from etude.deploy.latency import Latency
 from etude.deploy.slots import ActingPolicy, PolicySlots
-from etude.deploy.wire import PROTOCOL_VERSION, ServeError, WireError, check_key, pack, require, unpack
+from etude.deploy.wire import PROTOCOL_VERSION, ServeError, WireError, check_key, pack, unpack
 from etude.errors import EtudeError
+from etude.extras import import_extra
 from etude.secrets import redact, register_secret
 
 DEFAULT_PORT = 8765
@@ -87,7 +88,7 @@ class PolicyServer:
         quiet.addHandler(logging.NullHandler())  # a stranger's broken handshake is no news
         try:
             # No origins: pages in a browser on this machine have no business here.
-            server = await require("websockets.asyncio.server").serve(
+            server = await import_extra("websockets.asyncio.server", "sim").serve(
                 self._talk, self.host, self.port, process_request=self._admit, origins=[None], compression=None,
                 max_size=self.max_message_bytes, max_queue=4, close_timeout=1.0, logger=quiet,
             )  # fmt: skip

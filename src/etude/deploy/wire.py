@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from etude.errors import DataError, EtudeError, MissingExtraError, one_line
+from etude.errors import DataError, EtudeError, one_line
+from etude.extras import import_extra
 
 PROTOCOL_VERSION = 1
 DTYPES = frozenset(
@@ -34,18 +34,9 @@ class ServeError(EtudeError):
     """A policy server cannot be reached, refuses, or ended the connection."""
 
 
-def require(module: str) -> Any:
-    """Import a module of an optional package, or name the extra that brings it."""
-    try:
-        return import_module(module)
-    except ImportError:
-        package = module.split(".")[0]
-        raise MissingExtraError(f"this needs the package {package}; pip install 'etude[sim]'") from None
-
-
 def pack(message: Mapping[str, Any]) -> bytes:
     """Return a message as bytes."""
-    packed: bytes = require("msgpack").packb(message, default=_encode, use_bin_type=True)
+    packed: bytes = import_extra("msgpack", "sim").packb(message, default=_encode, use_bin_type=True)
     return packed
 
 
@@ -53,7 +44,7 @@ def unpack(frame: bytes | str) -> dict[str, Any]:
     """Return the message in a frame; whatever else the bytes are is a WireError."""
     if isinstance(frame, str):
         raise WireError("a text frame came; messages are binary msgpack")
-    msgpack = require("msgpack")
+    msgpack = import_extra("msgpack", "sim")
     try:
         message = msgpack.unpackb(frame, raw=False, strict_map_key=True, object_hook=_decode, ext_hook=_refuse)
     except (ValueError, msgpack.exceptions.UnpackException) as error:

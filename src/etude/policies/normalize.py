@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from etude.errors import ConfigError, DataError
 from etude.policies.spec import condense
-from etude.registry import did_you_mean
+from etude.reading.suggest import did_you_mean
 from etude.types import DataSpec, Feature
 
 Mode = Literal["mean_std", "min_max", "quantiles", "identity", "imagenet"]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from etude.errors import ConfigError
+from etude.extras import import_extra
 from etude.low_precision import require_low_precision_of
-from etude.policies.language.extras import import_llm
 from etude.policies.language.locate import locate_model
 from etude.policies.language.smollm2 import quiet_transformers
 from etude.redteam.scorers import TextScorer
@@ -40,7 +40,7 @@ class ClassifierScorer(TextScorer):
             batch_size: Texts per pass.
             device: Where it runs.
         """
-        transformers = import_llm("transformers")
+        transformers = import_extra("transformers", "llm")
         place = locate_model(path_or_id)
         with quiet_transformers():
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(place)

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from etude.config.training import DurationField, Section, TrainingConfiguration
+from etude.reading.dialect import Dialect
+from etude.reading.origins import Layer
+from etude.reading.plain import clean
 from etude.redteam.prompts import NEUTRAL_DEV_PROMPTS, NEUTRAL_PROMPTS, read_prompts
 from etude.types.duration import Duration
 
@@ -146,8 +149,13 @@ class RedTeamConfig(Section):
         """Return the prompts of evaluation."""
         return _prompts(self.dev_prompts, NEUTRAL_DEV_PROMPTS)
 
-    def build(self, run: Path | None = None) -> HFASTTrainer:
-        """Return the trainer that the configuration describes; a run given here takes the place of the configured."""
+    def build(self, run: Path | None = None, stored: dict[str, Any] | None = None) -> HFASTTrainer:
+        """Return the trainer that the configuration describes.
+
+        Args:
+            run: A run that takes the place of the configured one.
+            stored: What the run keeps of the configuration, if it was read from a file.
+        """
         from etude.errors import ConfigError
         from etude.redteam import algorithms
         from etude.redteam.hf_trainer import HFASTTrainer
@@ -168,8 +176,23 @@ class RedTeamConfig(Section):
             threshold=self.threshold,
             run=self.run if run is None else run,
             name="redteam",
-            run_config={RUN_SECTION: self.model_dump(mode="json")},
+            run_config={RUN_SECTION: clean(self.model_dump(mode="json")) if stored is None else stored},
         )
+
+
+class RedTeamFile(Dialect[RedTeamConfig]):
+    """What `etude redteam` reads: the file itself, or as a run keeps it, under `redteam`."""
+
+    def normalize(self, layer: Layer, folder: str) -> Layer:
+        """Take the section of a run's configuration for the whole."""
+        inner = layer.values.get(RUN_SECTION)
+        if not isinstance(inner, dict) or len(layer.values) > 1:
+            return layer
+        origins = {path[1:]: origin for path, origin in layer.origins.items() if path[:1] == (RUN_SECTION,)}
+        return Layer(inner, origins)
+
+
+REDTEAM = RedTeamFile(RedTeamConfig)
 
 
 def _prompts(given: str | list[str] | None, otherwise: tuple[str, ...]) -> list[str]:

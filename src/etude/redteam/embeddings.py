@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from etude.errors import ConfigError
+from etude.extras import import_extra
 from etude.low_precision import require_low_precision_of
-from etude.policies.language.extras import import_llm
 from etude.policies.language.locate import locate_model
 from etude.policies.language.smollm2 import quiet_transformers
 from etude.redteam.scorers import TextScorer, import_scorer
@@ -30,7 +30,7 @@ class SentenceEmbedder:
             batch_size: Texts per pass.
         """
         path = str(packaged_model()) if path_or_id is None else locate_model(path_or_id)
-        transformers = import_llm("transformers")
+        transformers = import_extra("transformers", "llm")
         with quiet_transformers():
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             self.model = transformers.AutoModel.from_pretrained(path).to(device).eval().requires_grad_(False)

@@ -16,8 +16,8 @@ from etude.errors import ConfigError
 from etude.policies.language.locate import locate_model
 from etude.policies.language.model import LanguageModel
 from etude.policies.language.sampling import Sampling
+from etude.reading.suggest import did_you_mean
 from etude.redteam.ast_system import ASTSystem, Utterance, Who, mean_or_none
-from etude.registry import did_you_mean
 from etude.rollouts.system import Scorer, ValueFunctionSystem
 
 Model = str | Path | LanguageModel

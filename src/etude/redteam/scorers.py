@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from etude.errors import ConfigError, MissingExtraError
+from etude.errors import ConfigError
+from etude.extras import import_extra
 from etude.rollouts.system import Scorer
 
 
 def import_scorer(module: str) -> Any:
-    """Import a module of the `llm` extra that a scorer needs."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as that a model was fitted with an older scikit-learn
-            return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{module} cannot be imported ({error}); scorers need: pip install 'etude[llm]'"
-        ) from error
+    """Import a module of the `llm` extra that a scorer needs, without its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as that a model was fitted with an older scikit-learn
+        return import_extra(module, "llm")
 
 
 class TextScorer(Scorer):

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from etude.lazy import lazily
 
 _HOMES = {
-    "Checkpoint": "checkpoint",
-    "CheckpointStore": "checkpoint",
-    "LoggerGroup": "loggers",
-    "MetricsLog": "metrics",
-    "MlflowLogger": "loggers",
-    "Run": "directory",
-    "RunSummary": "directory",
-    "TensorBoardLogger": "loggers",
-    "TrackioLogger": "loggers",
-    "WandbLogger": "loggers",
-    "read_metrics": "metrics",
-    "resolve_run": "directory",
+    "checkpoint": ("Checkpoint", "CheckpointStore"),
+    "directory": ("Run", "RunSummary", "resolve_run"),
+    "loggers": ("LoggerGroup", "MlflowLogger", "TensorBoardLogger", "TrackioLogger", "WandbLogger"),
+    "metrics": ("MetricsLog", "read_metrics"),
 }
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__all__ = [name for names in _HOMES.values() for name in names]
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -14,8 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from etude.config import yaml12
 from etude.errors import ConfigError
+from etude.reading import yaml12
 from etude.runs.durable import is_this_host, process_alive, write_atomically
 from etude.runs.metrics import MetricsLog, last_metrics
 from etude.secrets import holds_secret, redact_tree

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
+from etude.extras import import_extra
 from etude.simulation.environments.base import Array
-from etude.simulation.extras import import_extra
 
 MOST_FRAMES_PER_S = 40.0
 STILL_S = 0.6
@@ -24,7 +24,7 @@ def write_video(path: Path, pictures: Sequence[Array], fps: float) -> None:
     """Write pictures (height, width, 3) uint8 as an mp4 that browsers play."""
     if not pictures:
         raise ValueError(f"{path}: a video needs at least one picture")
-    av = import_extra("av")
+    av = import_extra("av", "sim")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.mp4")
     height, width = (size - size % 2 for size in pictures[0].shape[:2])  # h264 halves the colours

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import robot
 from benchmarks.robot_lerobot import read_arrays
-from etude.config import yaml12
 from etude.config.load import load
+from etude.reading import yaml12
 
 FOUND = {
     "label": "reach", "tasks": ["reach"], "policy": "act", "demos": 50, "seed": 0, "successes": 150, "episodes": 200,

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.config.dump import to_yaml
-from etude.config.interpolate import escape, interpolate
 from etude.config.load import Loaded
 from etude.errors import ConfigError
+from etude.reading.interpolate import escape, interpolate
 
 Config = Callable[..., Loaded]
 CANARY = "canary-5f2a91c7"

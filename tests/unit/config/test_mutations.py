@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from etude.config import yaml12
 from etude.config.load import load
 from etude.errors import ConfigError
+from etude.reading import yaml12
 
 BASE: dict[str, Any] = {
     "schema_version": 1,

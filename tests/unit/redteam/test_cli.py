@@ -86,7 +86,7 @@ def test_runs_of_redteam_train_are_told_by_their_configuration(tmp_path: Path, t
 def test_a_file_and_options_over_it(tmp_path: Path) -> None:
     path = tmp_path / "redteam.yaml"
     path.write_text("target: my-model\nscorer: vader\ntraining: {training_steps: 7, lr: 1e-4}\n")
-    config = read_config(path, {"scorer": "profanity", "auditor": None}, ["training.seed=3", "params.beta=0.2"])
+    config = read_config(path, {"scorer": "profanity", "auditor": None}, ["training.seed=3", "params.beta=0.2"]).config
     assert (config.target, config.scorer, config.auditor) == ("my-model", "profanity", "smollm2")
     assert (config.training.training_steps, config.training.lr, config.training.seed) == (7, 1e-4, 3)
     assert config.params == {"beta": 0.2}
@@ -99,7 +99,7 @@ def test_a_file_and_options_over_it(tmp_path: Path) -> None:
         ("tree_width: 0\n", [], "tree_width: "),
         ("- a\n", [], "mapping"),
         ("", ["tree_width"], "write key=value"),
-        ("", ["target.x.y=1"], "not a mapping|target"),
+        ("", ["target.x.y=1"], "target is text, it has no 'x'|target"),
         ("training: {lr: fast}\n", [], r"training\.lr"),
     ],
 )

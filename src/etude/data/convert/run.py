@@ -13,7 +13,7 @@ from etude.data.convert import hdf5, zarrs
 from etude.data.convert.recording import Recording
 from etude.data.lerobot.writer import LeRobotWriter
 from etude.errors import DataError
-from etude.registry import did_you_mean
+from etude.reading.suggest import did_you_mean
 
 Format = Literal["auto", "aloha", "robomimic", "zarr"]
 _OPENERS: dict[str, Callable[[Path], Recording]] = {

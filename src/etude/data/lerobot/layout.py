@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from etude.errors import DataError
-from etude.registry import did_you_mean
+from etude.reading.suggest import did_you_mean
 
 VERSION: Final = "v3.0"
 VERSIONS_READ: Final = ("v3.0", "v2.1", "v2.0")

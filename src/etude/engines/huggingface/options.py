@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from etude.errors import ConfigError
-from etude.registry import did_you_mean
+from etude.reading.suggest import did_you_mean
 
 PASSED = frozenset(
     {

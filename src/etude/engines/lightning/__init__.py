@@ -6,8 +6,9 @@ Inside this package `import lightning` means the library.
 from __future__ import annotations
 
 import warnings
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazily
 
 if TYPE_CHECKING:
     from etude.engines.lightning.checkpoint import load_checkpoint as load_checkpoint
@@ -20,25 +21,10 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
 
 _HOMES = {
-    "LightningEngine": "engine",
-    "PolicyDatasetInteraction": "interaction",
-    "Trainer": "trainer",
-    "load_checkpoint": "checkpoint",
-    "load_policy": "checkpoint",
+    "checkpoint": ("load_checkpoint", "load_policy"),
+    "engine": ("LightningEngine",),
+    "interaction": ("PolicyDatasetInteraction",),
+    "trainer": ("Trainer",),
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "lightning":
-            raise
-        from etude.errors import MissingExtraError
-
-        raise MissingExtraError(f"{name} needs Lightning; run: pip install 'etude[lightning]'") from error
-    globals()[name] = value
-    return value
+__all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
+__getattr__, __dir__ = lazily(__name__, _HOMES, {"lightning": "lightning"})

@@ -21,7 +21,7 @@ from etude.errors import ConfigError
 from etude.loop.distributed import Group
 from etude.loop.session import Session
 from etude.loop.strategy import make_strategy
-from etude.registry import did_you_mean
+from etude.reading.suggest import did_you_mean
 from etude.types import Result
 
 if TYPE_CHECKING:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazily
 
 if TYPE_CHECKING:
     from etude.policies.language.build import language_model
@@ -14,24 +16,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Completion", "LanguageModel", "LogProbs", "Lora", "Sampling", "language_model", "smollm2_path"]
 
-_HOMES = {
-    "Completion": "sampling",
-    "LanguageModel": "model",
-    "LogProbs": "head",
-    "Lora": "lora",
-    "Sampling": "sampling",
-    "language_model": "build",
-    "smollm2_path": "smollm2",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etude.policies.language' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"etude.policies.language.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "build": ["language_model"],
+        "head": ["LogProbs"],
+        "lora": ["Lora"],
+        "model": ["LanguageModel"],
+        "sampling": ["Completion", "Sampling"],
+        "smollm2": ["smollm2_path"],
+    },
+)

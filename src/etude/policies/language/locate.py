@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from etude.errors import CheckpointError, ConfigError
-from etude.policies.language.extras import import_llm
-from etude.registry import did_you_mean
+from etude.extras import import_extra
+from etude.reading.suggest import did_you_mean
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
 PATIENCE_S = 3.0
@@ -41,7 +41,7 @@ def locate_model(given: Any) -> str:
 
 
 def _is_cached(name: str) -> bool:
-    hub = import_llm("huggingface_hub")
+    hub = import_extra("huggingface_hub", "llm")
     try:
         return isinstance(hub.try_to_load_from_cache(name, "config.json"), str)
     except (ValueError, OSError):  # not an id at all

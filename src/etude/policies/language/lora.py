@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from etude.errors import ConfigError
-from etude.policies.language.extras import import_llm
-from etude.registry import did_you_mean
+from etude.extras import import_extra
+from etude.reading.suggest import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Lora:
 
     def apply(self, model: Any) -> Any:
         """Return the model with adapters, everything else frozen."""
-        peft = import_llm("peft")
+        peft = import_extra("peft", "llm")
         config = peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=self.rank,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from etude.policies.language.extras import import_llm
+from etude.extras import import_extra
 
 NAME = "etude_packed"
 _current: ContextVar[Packing] = ContextVar("packing")
@@ -81,7 +81,7 @@ def attending(config: Any, packing: Packing | None) -> Iterator[None]:
     if packing is None:
         yield
         return
-    import_llm("transformers").AttentionInterface.register(NAME, attend)
+    import_extra("transformers", "llm").AttentionInterface.register(NAME, attend)
     kept, token = config._attn_implementation, _current.set(packing)
     config._attn_implementation = NAME
     try:

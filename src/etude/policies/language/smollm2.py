@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import MissingExtraError
-from etude.policies.language.extras import import_llm
+from etude.extras import import_extra
 from etude.runs import durable
 from etude.runs.cache import cache_directory
 
@@ -46,7 +46,7 @@ def smollm2_path(cache: Path | None = None) -> Path:
         return target
     source = smollm2_gguf()
     cache.mkdir(parents=True, exist_ok=True)
-    with import_llm("filelock").FileLock(cache / f".{CHECKPOINT_NAME}.lock"):
+    with import_extra("filelock", "llm").FileLock(cache / f".{CHECKPOINT_NAME}.lock"):
         if not target.is_dir():
             durable.remove_leftovers(cache)
             with durable.in_use(cache / durable.temp_name(CHECKPOINT_NAME)) as aside:
@@ -60,7 +60,7 @@ def convert_gguf(source: Path, directory: Path) -> None:
     """Write a GGUF file's model and tokenizer as a plain Hugging Face directory of float32 weights."""
     started_s = time.monotonic()
     _say(f"converting {source.name} once (about a minute): reading the tokenizer")
-    transformers = import_llm("transformers")
+    transformers = import_extra("transformers", "llm")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     _say("converting: reading the weights")
     model = load_gguf(source)
@@ -74,7 +74,7 @@ def load_gguf(source: Path) -> Any:
     """Return the model of a GGUF file with float32 weights, free of the marks that keep it from being saved."""
     import torch
 
-    transformers = import_llm("transformers")
+    transformers = import_extra("transformers", "llm")
     with quiet_transformers():
         loaded = transformers.AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.float32
@@ -99,13 +99,13 @@ class quiet_transformers:
     """Context in which transformers shows no progress bars."""
 
     def __enter__(self) -> None:
-        logging = import_llm("transformers.utils.logging")
+        logging = import_extra("transformers.utils.logging", "llm")
         self._was_shown = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
 
     def __exit__(self, *_: object) -> None:
         if self._was_shown:
-            import_llm("transformers.utils.logging").enable_progress_bar()
+            import_extra("transformers.utils.logging", "llm").enable_progress_bar()
 
 
 def _say(text: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from etude.errors import CheckpointError, ConfigError
+from etude.extras import import_extra
 from etude.low_precision import require_low_precision
-from etude.policies.language.extras import import_llm
 from etude.policies.language.locate import locate_model
 from etude.policies.language.smollm2 import load_gguf, quiet_transformers, smollm2_path
 from etude.policies.language.tiny import Tiny
@@ -41,7 +41,7 @@ class Source:
             with generators_kept():
                 seed_everything(self.seed)
                 return self.tiny.model(len(self.load_tokenizer())).to(DTYPES[self.dtype]).eval()
-        transformers = import_llm("transformers")
+        transformers = import_extra("transformers", "llm")
         with self._explained(), quiet_transformers():
             path = self._local()
             if self.gguf_file is not None:
@@ -52,7 +52,7 @@ class Source:
         """Return the tokenizer that belongs to the model."""
         if self.tiny is not None:
             return self.tiny.tokenizer()
-        transformers = import_llm("transformers")
+        transformers = import_extra("transformers", "llm")
         given = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
         with self._explained(), quiet_transformers():
             return transformers.AutoTokenizer.from_pretrained(self._local(), **given)

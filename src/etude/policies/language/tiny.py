@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from etude.errors import ConfigError
-from etude.policies.language.extras import import_llm
-from etude.registry import did_you_mean
+from etude.extras import import_extra
+from etude.reading.suggest import did_you_mean
 
 CHARACTERS = "\n" + string.printable[:95]
 END, UNKNOWN = "<eos>", "<unk>"
@@ -43,7 +43,7 @@ class Tiny:
 
     def model(self, vocabulary_size: int) -> Any:
         """Return a new model; its weights are drawn from the global generator."""
-        transformers = import_llm("transformers")
+        transformers = import_extra("transformers", "llm")
         if self.hidden_size % self.heads or self.heads % self.key_heads:
             raise ConfigError(
                 f"a tiny model's hidden_size ({self.hidden_size}) must be a multiple of its heads ({self.heads}), and "
@@ -73,7 +73,7 @@ def make_tokenizer(tokens: Iterable[str], pattern: str, **options: Any) -> Any:
         pattern: Regular expression of a piece.
         options: Further ones of `PreTrainedTokenizerFast`.
     """
-    tokenizers, transformers = import_llm("tokenizers"), import_llm("transformers")
+    tokenizers, transformers = import_extra("tokenizers", "llm"), import_extra("transformers", "llm")
     numbers = {token: at for at, token in enumerate([END, UNKNOWN, *tokens])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")

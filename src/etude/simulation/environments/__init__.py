@@ -18,7 +18,8 @@ def make_environment(name: str, **options: Any) -> Environment:
         name: Key in the environment registry, and after a slash or a colon what it takes as its first argument.
         options: Further parameters of the environment; `etude list environments KEY` shows them.
     """
-    from etude.registry import ENVIRONMENT_REGISTRY, did_you_mean
+    from etude.reading.suggest import did_you_mean
+    from etude.registry import ENVIRONMENT_REGISTRY
     from etude.simulation.environments.rendering import load_triton
 
     key, rest = split_name(name)

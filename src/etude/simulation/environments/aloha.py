@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from etude.errors import ConfigError
-from etude.registry import did_you_mean
+from etude.extras import import_extra
+from etude.reading.suggest import did_you_mean
 from etude.simulation.environments.base import (
     ACTION,
     ENVIRONMENT_STATE,
@@ -24,7 +25,6 @@ from etude.simulation.environments.rendering import (
     quicken_rendering,
     require_rendering,
 )
-from etude.simulation.extras import import_extra
 from etude.types import DataSpec, Feature
 
 FPS = 50.0
@@ -141,4 +141,4 @@ class Aloha:
 
 
 def _make(task: str) -> Any:
-    return import_extra("gym_aloha.env").AlohaEnv(task)
+    return import_extra("gym_aloha.env", "sim").AlohaEnv(task)

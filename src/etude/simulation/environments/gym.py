@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from etude.errors import ConfigError, MissingExtraError
+from etude.extras import import_extra
 from etude.simulation.environments.base import (
     ACTION,
     ENVIRONMENT_STATE,
@@ -22,7 +23,6 @@ from etude.simulation.environments.base import (
     image_name,
 )
 from etude.simulation.environments.rendering import prepare_mujoco
-from etude.simulation.extras import import_extra
 from etude.types import DataSpec, Feature
 
 _STATE_KEYS = ("agent_pos", "observation", "proprioception", "state")
@@ -123,7 +123,7 @@ def _make(id: str, max_steps: int | None, options: Mapping[str, Any]) -> Any:
     prepare_mujoco()
     if not os.environ.get("DISPLAY") and not os.environ.get("WAYLAND_DISPLAY"):
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # or SDL looks for a screen, and says that there is none
-    gymnasium = import_extra("gymnasium")
+    gymnasium = import_extra("gymnasium", "sim")
     limit = {} if max_steps is None else {"max_episode_steps": max_steps}
     try:
         with warnings.catch_warnings():
@@ -136,7 +136,7 @@ def _make(id: str, max_steps: int | None, options: Mapping[str, Any]) -> Any:
 
 
 def _name_observations(space: Any, id: str) -> _Names:
-    spaces = import_extra("gymnasium.spaces")
+    spaces = import_extra("gymnasium.spaces", "sim")
     parts = dict(space.spaces) if isinstance(space, spaces.Dict) else {None: space}
     names: _Names = {}
     for key, part in parts.items():
@@ -160,7 +160,7 @@ def _describe(parts: list[tuple[str | None, Any]]) -> Feature:
 
 
 def _describe_action(space: Any, id: str) -> tuple[Feature, Array | None, Array | None]:
-    spaces = import_extra("gymnasium.spaces")
+    spaces = import_extra("gymnasium.spaces", "sim")
     if isinstance(space, spaces.Discrete):
         if space.start:
             raise ConfigError(f"{id} counts its actions from {space.start}; only actions from 0 can be learned")

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import numpy as np
 
 from etude.errors import ConfigError
-from etude.registry import did_you_mean
+from etude.extras import import_extra
+from etude.reading.suggest import did_you_mean
 from etude.simulation.environments.base import ACTION, STATE, Array, Observation, StepOutcome, image_name
 from etude.simulation.environments.metaworld_tasks import CAMERAS, TASKS
 from etude.simulation.environments.quick_sawyer import quick_class
 from etude.simulation.environments.rendering import CameraRenderer, prepare_mujoco, require_rendering
-from etude.simulation.extras import import_extra
 from etude.types import DataSpec, Feature
 
 FPS = 80.0
@@ -123,7 +123,7 @@ class MetaWorld:
         return self._observe()
 
     def _set_scene(self) -> Array:
-        import_extra("mujoco").mj_resetData(self._env.model, self._env.data)
+        import_extra("mujoco", "sim").mj_resetData(self._env.model, self._env.data)
         raw: Array = self._env.reset_model()
         return raw
 
@@ -172,8 +172,8 @@ def require_task(task: str) -> str:
 
 
 def _make(name: str) -> tuple[Any, Any]:
-    classes = import_extra("metaworld.env_dict").ALL_V3_ENVIRONMENTS
-    experts = import_extra("metaworld.policies").ENV_POLICY_MAP
+    classes = import_extra("metaworld.env_dict", "sim").ALL_V3_ENVIRONMENTS
+    experts = import_extra("metaworld.policies", "sim").ENV_POLICY_MAP
     env = quick_class(classes[f"{name}-v3"])()
     env._partially_observable = False
     del env.sawyer_observation_space  # cached with the goal hidden

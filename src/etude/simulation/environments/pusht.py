@@ -7,10 +7,10 @@ import warnings
 from typing import Any, Literal
 
 from etude.errors import ConfigError
+from etude.extras import import_extra
 from etude.simulation.environments.base import Array, Observation
 from etude.simulation.environments.gym import GymEnvironment
 from etude.simulation.environments.pusht_planner import PushTPlanner
-from etude.simulation.extras import import_extra
 from etude.types import DataSpec
 
 _OBSERVATIONS = {
@@ -52,7 +52,7 @@ class PushT(GymEnvironment):
         os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")  # it greets on standard output
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import_extra("gym_pusht")  # registers its ids
+            import_extra("gym_pusht", "sim")  # registers its ids
         sizes = {"observation_height": size, "observation_width": size}
         shown = {"visualization_height": render_size, "visualization_width": render_size}
         super().__init__(

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from etude.extras import import_extra
 from etude.simulation.environments.base import Array
-from etude.simulation.extras import import_extra
 
 FINGER_RADIUS: Final = 15.0
 TABLE: Final = (8.0, 504.0)
@@ -161,8 +161,8 @@ class _Table:
     """The physics of PushT, to try things in."""
 
     def __init__(self) -> None:
-        env = import_extra("gym_pusht.envs.pusht").PushTEnv
-        self._space = import_extra("pymunk").Space()
+        env = import_extra("gym_pusht.envs.pusht", "sim").PushTEnv
+        self._space = import_extra("pymunk", "sim").Space()
         self._space.gravity, self._space.damping = (0, 0), 0.0
         corners = ((5, 5), (506, 5), (506, 506), (5, 506), (5, 5))
         self._space.add(*(env.add_segment(self._space, a, b, 2) for a, b in pairwise(corners)))
@@ -185,7 +185,7 @@ class _Table:
 
     def outline(self, block: Pose) -> Any:
         """Return the block as a polygon."""
-        geometry = import_extra("shapely.geometry")
+        geometry = import_extra("shapely.geometry", "sim")
         c, s = math.cos(block[2]), math.sin(block[2])
         return geometry.Polygon([(block[0] + c * x - s * y, block[1] + s * x + c * y) for x, y in _TEE])
 
@@ -249,7 +249,7 @@ def _choose(pushes: list[Push], finger: Point, obstacle: Any, weight: float) -> 
 
 
 def _is_free(outline: Any, point: Point) -> bool:
-    geometry = import_extra("shapely.geometry")
+    geometry = import_extra("shapely.geometry", "sim")
     return bool(outline.distance(geometry.Point(point)) > FINGER_RADIUS + _MARGIN)
 
 
@@ -259,7 +259,7 @@ def _grown(outline: Any) -> Any:
 
 def find_way(obstacle: Any, start: Point, end: Point) -> list[Point] | None:
     """Return the corners of the shortest way around an obstacle, the end included; None where there is none."""
-    geometry = import_extra("shapely.geometry")
+    geometry = import_extra("shapely.geometry", "sim")
     inside = geometry.Point(start)
     first: list[Point] = []
     if obstacle.contains(inside):

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from etude.extras import import_extra
 from etude.simulation.environments.base import Array
 from etude.simulation.environments.rendering import quicken_rendering
-from etude.simulation.extras import import_extra
 
 
 @cache
@@ -24,7 +24,7 @@ def quick_class(base: type[Any]) -> type[Any]:
 
     def initialize_simulation(self: Any) -> tuple[Any, Any]:
         model = copy.copy(_compile(self.fullpath))
-        return model, import_extra("mujoco").MjData(model)
+        return model, import_extra("mujoco", "sim").MjData(model)
 
     def reset_hand(self: Any, steps: int = 50) -> None:
         base._reset_hand(self, 0 if self.draws_only else steps)
@@ -44,7 +44,7 @@ def quick_class(base: type[Any]) -> type[Any]:
 @cache
 def _compile(path: str) -> Any:
     """Return the model of a file; compiling its meshes takes half a second, copying it a few milliseconds."""
-    model = import_extra("mujoco").MjModel.from_xml_path(path)
+    model = import_extra("mujoco", "sim").MjModel.from_xml_path(path)
     quicken_rendering(model)
     return model
 

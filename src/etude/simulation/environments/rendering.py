@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import MissingExtraError
+from etude.extras import import_extra
 from etude.simulation.environments.base import Array
-from etude.simulation.extras import import_extra
 
 EGL_PACKAGES = "libegl1 libegl-mesa0 libgl1-mesa-dri"
 OSMESA_PACKAGES = "libosmesa6"
@@ -69,7 +69,7 @@ def prepare_mujoco() -> str:
         os.environ["MUJOCO_GL"] = chosen
         if "mujoco.gl_context" in sys.modules and chosen not in _OFF:
             # Imported before us, it has settled for a window system, which a machine without a screen has not got.
-            vars(sys.modules["mujoco.gl_context"])["GLContext"] = import_extra(f"mujoco.{chosen}").GLContext
+            vars(sys.modules["mujoco.gl_context"])["GLContext"] = import_extra(f"mujoco.{chosen}", "sim").GLContext
     return chosen
 
 
@@ -169,7 +169,7 @@ class CameraRenderer:
         require_rendering()
         global _has_rendered
         _has_rendered = True
-        mujoco = import_extra("mujoco")
+        mujoco = import_extra("mujoco", "sim")
         # A frame buffer larger than the picture is cleared and read in vain.
         self._model.vis.global_.offwidth = self._width
         self._model.vis.global_.offheight = self._height

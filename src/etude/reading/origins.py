@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.config.yaml12 import Path
 from etude.errors import ConfigError
+from etude.reading.yaml12 import Path
 from etude.secrets import redact
 
 
@@ -19,6 +19,8 @@ class Origin:
     line: int = 0
     column: int = 0
     override: str = ""
+    key: str = ""
+    """What the file calls a key that was translated; empty where it is called as here."""
 
     def __str__(self) -> str:
         if self.override:
@@ -38,11 +40,19 @@ class Layer:
 
     def origin(self, path: Path) -> Origin:
         """Return the origin of a key, or of the nearest one around it."""
+        return self._nearest(path)[0]
+
+    def name(self, path: Path) -> str:
+        """Return a key as its file calls it."""
+        origin, rest = self._nearest(path)
+        return dotted((origin.key, *rest) if origin.key else path)
+
+    def _nearest(self, path: Path) -> tuple[Origin, Path]:
         for length in range(len(path), -1, -1):
             found = self.origins.get(path[:length])
             if found is not None:
-                return found
-        return DEFAULT
+                return found, path[length:]
+        return DEFAULT, path
 
 
 def dotted(path: Path) -> str:
@@ -63,7 +73,7 @@ def refuse(problems: Iterable[Problem], layer: Layer) -> ConfigError:
     lines = []
     for problem in problems:
         origin = layer.origin(problem.path)
-        text = ": ".join(filter(None, (str(origin), dotted(problem.path), problem.message)))
+        text = ": ".join(filter(None, (str(origin), layer.name(problem.path), problem.message)))
         lines.append((bool(origin.override), origin, redact(text)))
     return ConfigError("\n".join(dict.fromkeys(text for *_, text in sorted(lines))))
 

@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from etude.config.origins import Problem, leaves, lookup
-from etude.config.yaml12 import MAX_NODES, Path
+from etude.reading.origins import Problem, leaves, lookup
+from etude.reading.yaml12 import MAX_NODES, Path
 from etude.secrets import register_secret
 
 MAX_TEXT = 1 << 20

@@ -4,37 +4,41 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
-from etude.config import yaml12
-from etude.config.origins import DEFAULT, Layer, Origin
-from etude.config.presets import locate, nearest
-from etude.config.yaml12 import Path, ReadError
 from etude.errors import ConfigError
-from etude.registry import is_plugin_file
+from etude.reading import yaml12
+from etude.reading.origins import Layer, Origin, dotted
+from etude.reading.yaml12 import Path, ReadError
 from etude.secrets import redact
 
-COMPONENTS = ("policy", "data", "eval_data", "algorithm", "loss", "trainer", "engine")
-COMPONENT_LISTS = ("loggers", "callbacks")
+if TYPE_CHECKING:
+    from etude.reading.dialect import Dialect
 
 
-def compose(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Layer:
-    """Read a file or preset with all it builds on, and apply overrides; nothing is interpolated or validated yet."""
-    if "\0" in os.fspath(path):
+def compose(path: str | os.PathLike[str] | None, overrides: Sequence[str], dialect: Dialect[Any]) -> Layer:
+    """Read a file with all it builds on, and apply overrides; nothing is interpolated or validated yet."""
+    if path is None:
+        layer = Layer({})
+    elif "\0" in os.fspath(path):
         raise ConfigError(f"no such file: {os.fspath(path)!r}")
-    layer = _Composer().file(locate(os.fspath(path)), "")
-    _fill_in(layer)
+    else:
+        layer = _Composer(dialect).file(dialect.locate(os.fspath(path)), "")
+    dialect.complete(layer)
     for text in overrides:
         _override(layer, text)
-        _fill_in(layer)
+        layer = dialect.normalize(layer, "")
+        dialect.complete(layer)
     return layer
 
 
 class _Composer:
     """Reads each file once; a file that several others build on is not composed anew for each."""
 
-    def __init__(self) -> None:
+    def __init__(self, dialect: Dialect[Any]) -> None:
+        self.dialect = dialect
         self.done: dict[str, Layer] = {}
         self.under_way: list[str] = []
 
@@ -52,7 +56,7 @@ class _Composer:
         return self.done[real]
 
     def _compose(self, path: str, named_at: str) -> Layer:
-        own = _read_file(path, named_at)
+        own = self.dialect.normalize(read_file(path, named_at, self.dialect.nearest), os.path.dirname(path))
         if "defaults" not in own.values:
             return own
         layers = []
@@ -67,12 +71,21 @@ class _Composer:
                 raise ConfigError(f"{place}: defaults: must be a list of file names, or of {{label: file name}}")
             if "${" in entry:
                 raise ConfigError(f"{origin}: defaults: ${{...}} is not available here; write the file name")
-            base = os.path.normpath(locate(os.path.expanduser(entry), os.path.dirname(path), f"{origin}: "))
+            base = os.path.normpath(
+                self.dialect.locate(os.path.expanduser(entry), os.path.dirname(path), f"{origin}: ")
+            )
             layers.append(self.file(base, f"{origin}: "))
-        return _merge([*layers, own])
+        return reduce(_merge, [*layers, own])
 
 
-def _read_file(path: str, named_at: str) -> Layer:
+def read_file(path: str, named_at: str = "", nearest: Callable[[str], str] = lambda path: "") -> Layer:
+    """Read one file; what it builds on is not looked at.
+
+    Args:
+        path: The file.
+        named_at: Where it was named, at the head of errors.
+        nearest: Says which file may have been meant by one that is not there.
+    """
     try:
         with open(os.path.expanduser(path), "rb") as file:
             data = file.read(yaml12.MAX_BYTES + 1)
@@ -88,66 +101,20 @@ def _read_file(path: str, named_at: str) -> Layer:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}:1:1: a configuration is a mapping of keys to values, not {_kind(values)}")
     origins = {where: Origin(path, *mark) for where, mark in document.marks.items()}
-    layer = Layer(values, {(): Origin(path, 1, 1), **origins})
-    expand_components(layer.values)
-    _locate_plugins(layer.values, os.path.dirname(path))
-    return layer
+    return Layer(values, {(): Origin(path, 1, 1), **origins})
 
 
-def expand_components(values: dict[str, Any]) -> None:
-    """Write components given by name only as mappings: `engine: torch` means `engine: {type: torch}`."""
-    for slot in COMPONENTS:
-        values.update({slot: _expand(values[slot])} if slot in values else {})
-    for slot in COMPONENT_LISTS:
-        if isinstance(values.get(slot), list):
-            values[slot] = [_expand(item) for item in values[slot]]
+def _merge(base: Layer, over: Layer) -> Layer:
+    return Layer(_merge_values(base.values, over.values), {**base.origins, **over.origins})
 
 
-def _expand(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) and "${" not in value else value
-
-
-def _locate_plugins(values: dict[str, Any], directory: str) -> None:
-    """Make the paths of plugin files absolute; they are written relative to the file that lists them."""
-    plugins = values.get("plugins")
-    if isinstance(plugins, list):
-        values["plugins"] = [_locate(plugin, directory) for plugin in plugins]
-
-
-def _locate(plugin: Any, directory: str) -> Any:
-    if not isinstance(plugin, str) or not is_plugin_file(plugin) or "${" in plugin or "\0" in plugin:
-        return plugin
-    return os.path.abspath(os.path.join(directory, os.path.expanduser(plugin)))
-
-
-def _merge(layers: list[Layer]) -> Layer:
-    """Merge from left to right: mappings deeply, everything else replaced.
-
-    OmegaConf merges the shape; the values stay outside, so that it neither resolves an interpolation early nor gives a
-    meaning to text such as `???`.
-    """
-    if len(layers) == 1:
-        return layers[0]
-    from omegaconf import OmegaConf
-
-    held: list[Any] = []
-
-    def hold(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: hold(item) for key, item in value.items()}
-        held.append(value)
-        return len(held) - 1
-
-    def release(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: release(item) for key, item in value.items()}
-        return held[value]
-
-    merged = OmegaConf.unsafe_merge(*(OmegaConf.create(hold(layer.values)) for layer in layers))
-    origins: dict[Path, Origin] = {}
-    for layer in layers:
-        origins.update(layer.origins)
-    return Layer(release(OmegaConf.to_container(merged)), origins)
+def _merge_values(base: Any, over: Any) -> Any:
+    """Merge mappings deeply; replace everything else. Shares nothing that an override could change with the base."""
+    if not isinstance(over, dict):
+        return [_merge_values(None, item) for item in over] if isinstance(over, list) else over
+    under = base if isinstance(base, dict) else {}
+    merged = {key: _merge_values(None, value) for key, value in under.items() if key not in over}
+    return {key: _merge_values(under.get(key), over[key]) if key in over else merged[key] for key in {**under, **over}}
 
 
 # ---- overrides -------------------------------------------------------------------------------------------------------
@@ -168,10 +135,7 @@ def _override(layer: Layer, text: str) -> None:
         raise ConfigError(f"{origin}: {error.message}; quote text that has a meaning in YAML") from None
     if path == ("defaults",):
         raise ConfigError(f"{origin}: defaults belong in the file")
-    if path[0] == "plugins":
-        value = [_locate(item, "") for item in value] if isinstance(value, list) else _locate(value, "")
     _set(layer, path, value, origin)
-    expand_components(layer.values)
 
 
 def _set(layer: Layer, path: Path, value: Any, origin: Origin) -> None:
@@ -180,13 +144,13 @@ def _set(layer: Layer, path: Path, value: Any, origin: Origin) -> None:
     for depth, part in enumerate(path):
         last = depth == len(path) - 1
         if isinstance(container, list):
-            name = ".".join(map(str, where))
+            name = dotted(tuple(where))
             if not isinstance(part, str) or not part.isdecimal() or int(part) >= len(container):
                 size = f"{len(container)} entries" if len(container) != 1 else "1 entry"
                 raise ConfigError(f"{origin}: {name} is a list of {size}; {part!r} is none of them (they count from 0)")
             part = int(part)
         elif not isinstance(container, dict):
-            name = ".".join(map(str, where))
+            name = dotted(tuple(where))
             raise ConfigError(f"{origin}: {name} is {_kind(container)}, it has no {part!r}")
         where.append(part)
         if last:
@@ -199,19 +163,6 @@ def _set(layer: Layer, path: Path, value: Any, origin: Origin) -> None:
     for known in [p for p in layer.origins if p[: len(stale)] == stale]:
         del layer.origins[known]
     layer.origins[stale] = origin
-
-
-def _fill_in(layer: Layer) -> None:
-    """Write out the components that have a default, so that overrides can reach into them."""
-    written: dict[str, Any] = {"engine": {}, "loggers": [{"type": "tensorboard"}], "callbacks": [], "plugins": []}
-    for key, value in written.items():
-        if key not in layer.values:
-            layer.values[key] = value
-            layer.origins[(key,)] = DEFAULT
-    engine = layer.values["engine"]
-    if isinstance(engine, dict) and "type" not in engine:
-        layer.values["engine"] = {"type": "torch", **engine}
-        layer.origins[("engine", "type")] = DEFAULT
 
 
 def _kind(value: Any) -> str:

@@ -6,11 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from etude.config.interpolate import Interpolation
-from etude.config.origins import Problem
-from etude.config.training import OTHER_WORDS
-from etude.config.yaml12 import Path
-from etude.registry import did_you_mean
+from etude.reading.interpolate import Interpolation
+from etude.reading.origins import Problem
+from etude.reading.suggest import did_you_mean
+from etude.reading.yaml12 import Path
 
 _EXPECTED = {
     "int_type": "a whole number", "int_parsing": "a whole number", "int_from_float": "a whole number",
@@ -33,16 +32,6 @@ def show(value: Any) -> str:
         return "null" if value is None else str(value).lower()
     text = repr(str(value) if isinstance(value, Interpolation) else value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def unknown(key: str, known: list[str]) -> str:
-    """Say that a key is unknown, and which one may be meant."""
-    other = next((word for word in OTHER_WORDS.get(key, ()) if word in known), None)
-    near = did_you_mean(key, known) if other is None else f"; did you mean {other!r}?"
-    if near or not known:
-        return f"unknown key{near}"
-    listed = ", ".join(known) if len(known) <= 12 else ", ".join(known[:12]) + ", ..."
-    return f"unknown key; known: {listed}"
 
 
 def explain_errors(errors: list[Any], value: Any, stored: Any, base: Path) -> list[Problem]:

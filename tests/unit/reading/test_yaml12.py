@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.config import yaml12
-from etude.config.yaml12 import ReadError
+from etude.reading import yaml12
+from etude.reading.yaml12 import ReadError
 
 
 @pytest.mark.parametrize(
