@@ -65,10 +65,11 @@ def read_recipe(preset: str, dataset: str, *, seed: int = 0, steps: int | None =
         seed: Seed of the training.
         steps: Training steps, if not the preset's.
     """
-    from etude.config.compose import compose
+    from etude.config.load import EXPERIMENT
     from etude.config.presets import presets
+    from etude.reading.compose import compose
 
-    values = compose(presets()[preset]).values
+    values = compose(presets()[preset], [], EXPERIMENT).values
     left_out = ("evaluate_every", "best_metric", "best_mode")
     training = {name: value for name, value in values["training"].items() if name not in left_out}
     training |= {"seed": seed} if steps is None else {"seed": seed, "training_steps": steps}

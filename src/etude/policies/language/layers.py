@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from etude.policies.language.extras import import_llm
+from etude.extras import import_extra
 from etude.policies.language.head import HAS_ONEDNN, working_type
 from etude.policies.language.llama import can_decode
 
@@ -40,7 +40,7 @@ def can_train(model: Any) -> bool:
         return False
     if model.config.model_type != "llama" or (model.training and model.config.attention_dropout):
         return False
-    kinds = import_llm("transformers.models.llama.modeling_llama")
+    kinds = import_extra("transformers.models.llama.modeling_llama", "llm")
     known = {
         kinds.LlamaForCausalLM, kinds.LlamaModel, kinds.LlamaDecoderLayer, kinds.LlamaAttention, kinds.LlamaMLP,
         kinds.LlamaRMSNorm, kinds.LlamaRotaryEmbedding, torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList,
@@ -68,7 +68,7 @@ def hidden_states(model: Any, tokens_RW: Tensor, positions_RW: Tensor, mask: Ten
     cos, sin = (table.flatten(0, 1)[:, None] for table in inner.rotary_emb(x, positions_RW))
     lines, x = tokens_RW.shape, x.flatten(0, 1)
     cos, sin = cos.expand(x.shape[0], 1, -1), sin.expand(x.shape[0], 1, -1)
-    interfaces = import_llm("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    interfaces = import_extra("transformers.modeling_utils", "llm").ALL_ATTENTION_FUNCTIONS
     attend = interfaces[model.config._attn_implementation]
     for layer in inner.layers:
         attention, mlp = layer.self_attn, layer.mlp
