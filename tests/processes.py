@@ -7,10 +7,13 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch._dynamo  # noqa: F401 - DDP imports it on first use, for a second or more: once here, not in every child
@@ -88,6 +91,43 @@ def reap(pids: list[int], timeout_s: float = 110.0) -> list[int]:
 def run_ranks(work: Callable[[], object], ranks: int, timeout_s: float = 110.0) -> list[int]:
     """Run a function on several ranks and return their exit codes."""
     return reap(spawn(work, ranks), timeout_s)
+
+
+def run_forked(
+    work: Callable[[], object], *, cwd: Path | None = None, env: Mapping[str, str] | None = None,
+    arguments: Iterable[str] = (), timeout_s: float = 110.0,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run a function as `subprocess.run` runs a program, with warnings as errors, in a process that has imported torch.
+
+    That saves the 3 to 6 CPU seconds of importing it, where starting Python is not what is tested.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        (code,) = reap(spawn(lambda: _as_program(work, out.fileno(), err.fileno(), cwd, env, arguments)), timeout_s)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return subprocess.CompletedProcess(list(arguments), code, *texts)
+
+
+def _as_program(
+    work: Callable[[], object], out: int, err: int, cwd: Path | None, env: Mapping[str, str] | None,
+    arguments: Iterable[str],
+) -> None:  # fmt: skip
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - open to the end
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stdin = sys.__stdin__ = open(os.devnull)  # noqa: SIM115
+    if cwd is not None:
+        os.chdir(cwd)
+    if env is not None:
+        os.environ.clear()
+        os.environ.update(env)
+    sys.argv = list(arguments)
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    work()
 
 
 def kill(pids: Iterable[int]) -> None:

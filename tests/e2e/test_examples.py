@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_forked
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 OTHERS = ("huggingface_trainer.py", "lightning_trainer.py", "ray_workers.py", "redteam_smollm.py")
@@ -19,9 +23,15 @@ needs_sim = pytest.mark.skipif(find_spec("metaworld") is None, reason="needs etu
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def run(name: str, arguments: list[str], cwd: Path, env: dict[str, str]) -> str:
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=220, check=False)
+def run(name: str, arguments: list[str], cwd: Path, env: dict[str, str], fork: bool = False) -> str:
+    """Run an example in a Python of its own, or again in a fork of this one, which has imported torch."""
+    words = [str(EXAMPLES / name), *arguments]
+    if fork:
+        work = partial(runpy.run_path, words[0], run_name="__main__")
+        done = run_forked(work, cwd=cwd, env=env, arguments=words, timeout_s=220)
+    else:
+        command = [sys.executable, "-W", "error", *words]
+        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=220, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -40,7 +50,7 @@ def test_a_loss_of_ones_own(tmp_path: Path, child_env: dict[str, str]) -> None:
 
 def test_three_ways_to_a_trainer_of_ones_own_on_every_engine(tmp_path: Path, child_env: dict[str, str]) -> None:
     engines = ["torch", *(name for name, needs in PEERS.items() if find_spec(needs) is not None)]
-    printed = [run("custom_trainers.py", [engine], tmp_path, child_env) for engine in engines]
+    printed = [run("custom_trainers.py", [one], tmp_path, child_env, fork=one != engines[-1]) for one in engines]
     shares = [re.findall(r"^\w+: ([\d.]+)$", out, re.MULTILINE) for out in printed]
     assert all(found == shares[0] for found in shares), "the numbers do not depend on the engine"
     assert len(shares[0]) == 3 and min(map(float, shares[0])) > 0.8
@@ -77,7 +87,9 @@ def test_arrays_become_a_dataset_and_a_policy(tmp_path: Path, child_env: dict[st
     found = re.search(r"mean distance from the target: ([\d.]+)", out)
     assert found is not None
     assert float(found.group(1)) < 0.7
-    again = run("own_dataset.py", arguments, tmp_path, child_env)  # everything is there: nothing is done twice
+    again = run(
+        "own_dataset.py", arguments, tmp_path, child_env, fork=True
+    )  # everything is there: nothing is done twice
     assert found.group(0) in again
 
 

@@ -8,8 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from tests.processes import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -21,9 +24,24 @@ BLOCKS = [
 ]
 
 
+def run_block(source: str) -> None:
+    """Run a program as `python -c` does: in a module that is the main one, so that what it defines is found there."""
+    module = ModuleType("__main__")
+    sys.modules["__main__"] = module
+    sys.path.insert(0, "")
+    exec(compile(source, "<block>", "exec"), vars(module))  # noqa: S102 - it is our documentation
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("source", BLOCKS)
 def test_python_blocks_run(source: str, tmp_path: Path, child_env: dict[str, str]) -> None:
+    done = run_forked(lambda: run_block(source), cwd=tmp_path, env=child_env, arguments=["-c"])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_readme_runs_in_a_python_of_its_own(tmp_path: Path, child_env: dict[str, str]) -> None:
+    (source,) = BLOCK.findall(PAGES[0].read_text(encoding="utf-8"))[:1]
     command = [sys.executable, "-W", "error", "-c", source]
     done = subprocess.run(
         command, cwd=tmp_path, env=child_env, capture_output=True, text=True, timeout=110, check=False

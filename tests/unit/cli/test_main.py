@@ -17,6 +17,7 @@ from etude.cli import runs as runs_command
 from etude.cli.main import app, main
 from etude.errors import ConfigError, EtudeError, Interrupted
 from etude.secrets import register_secret
+from tests.processes import run_forked
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
 ERRORS = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, EtudeError)]
@@ -183,10 +184,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
     (tmp_path / "x.yaml").write_text("policy: mlp\ndata: digits\ntraining: {training_steps: 1}\nloggers: []\n")
     (tmp_path / "runs/a").mkdir(parents=True)
     (tmp_path / "runs/a/status.json").write_text('{"state": "finished", "step": 1}')
-    command = [sys.executable, "-m", "etude", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env=child_env, check=False, timeout=100
-    )
+    done = run_forked(main, cwd=tmp_path, env=child_env, arguments=["etude", *arguments])
     assert done.returncode == 2
     assert re.fullmatch(
         r"etude: error: cannot use (file|/proc/nowhere)\S*: [^\n]+; make it writable, or name another place\n",

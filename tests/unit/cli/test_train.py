@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from etude.cli.main import app
+from etude.cli.main import app, main
 from etude.errors import ConfigError, EtudeError
 from etude.runs.directory import Run
 from etude.runs.metrics import read_metrics
+from tests.processes import run_forked
 
 runner = CliRunner()
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
@@ -65,7 +66,7 @@ def test_a_run_is_trained_lengthened_and_left_in_one_place(folder: Path) -> None
     assert "run: runs/tiny" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
 
-    done = etude("resume", "tiny", "training.training_steps=8")
+    done = run_forked(main, env=ENVIRONMENT, arguments=["etude", "resume", "tiny", "training.training_steps=8"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("reached step 8")
     assert [path.name for path in (folder / "runs").iterdir()] == ["tiny"]
@@ -83,7 +84,7 @@ def test_bad_input_ends_in_a_sentence_and_a_code(folder: Path) -> None:
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert not Path("runs").exists()
-    missing = etude("train", "absent.yaml")
+    missing = run_forked(main, env=ENVIRONMENT, arguments=["etude", "train", "absent.yaml"])
     assert missing.returncode == ConfigError.exit_code
     assert "absent.yaml" in missing.stderr
 
