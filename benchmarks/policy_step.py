@@ -30,7 +30,7 @@ from etude import Trainer, TrainingConfiguration
 from etude.data.stream import StreamData
 from etude.loop.distributed import Group
 from etude.loop.session import Session
-from etude.loop.strategy import Alone
+from etude.loop.strategy import SingleProcess
 from etude.policies import ACT, Diffusion
 from etude.policies.base import PolicyModule
 from etude.types import DataSpec, Feature
@@ -222,7 +222,7 @@ def ours(case: dict[str, Any], spec: DataSpec, batches: list[dict[str, Tensor]])
     group = Group()
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(policy, data, config=config, run=folder, show_progress=False)
-        with Session(trainer, group, Alone(group)).running("never") as session:
+        with Session(trainer, group, SingleProcess(group)).running("never") as session:
 
             def run(steps: int) -> float:
                 started = time.process_time()

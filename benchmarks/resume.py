@@ -15,7 +15,7 @@ from benchmarks.spread import Spread
 from etude import Trainer, TrainingConfiguration
 from etude.loop.distributed import Group
 from etude.loop.session import Session
-from etude.loop.strategy import Alone
+from etude.loop.strategy import SingleProcess
 
 FAR = 10_000
 
@@ -42,7 +42,7 @@ def first_step(run: Path, data: Rows, steps: int) -> float:
     trainer = Norm(nn.Linear(32, 8), data, config=config, run=run, loggers=[], show_progress=False)
     group = Group()
     started = time.process_time()
-    with Session(trainer, group, Alone(group)).running("auto") as session:
+    with Session(trainer, group, SingleProcess(group)).running("auto") as session:
         session.take_step()
         return time.process_time() - started
 
