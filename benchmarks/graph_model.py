@@ -74,7 +74,13 @@ def measure(rounds: int = ROUNDS) -> tuple[float, float]:
     return fastest, statistics.median(own / other for own, other in pairs)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def main() -> float:
+    """Print the ratio and return it."""
     fastest, median = measure()
     print(f"graph over hand: {fastest:.3f} (fastest rounds), {median:.3f} (median); goal {GOAL}")
+    return fastest
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
