@@ -93,7 +93,7 @@ class _Etude(Trainer):
 def etude(model: nn.Module, batches: list[Batch], steps: int) -> float:
     from etude.loop.distributed import Group
     from etude.loop.session import Session
-    from etude.loop.strategy import Alone
+    from etude.loop.strategy import SingleProcess
 
     config = TrainingConfiguration(
         training_steps=steps, batch_size=len(batches[0]["x"]), schedule="cosine", log_every=LOG_EVERY, num_threads=1,
@@ -102,7 +102,7 @@ def etude(model: nn.Module, batches: list[Batch], steps: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         trainer = _Etude(model, StreamData(batches, batched=True), config=config, run=folder, show_progress=False)
         group = Group()
-        with Session(trainer, group, Alone(group)).running("never") as session:
+        with Session(trainer, group, SingleProcess(group)).running("never") as session:
             started = time.process_time()
             while session.progress.step < steps - 1:  # the last step also saves
                 session.take_step()
