@@ -346,6 +346,9 @@ class Batch:
             _same_names((set(trajectories[0].keys()), set(trajectory.keys())), "trajectories")
         values = token_columns(trajectories, pad_token_id)
         width = values["loss_mask"].shape[1] if "loss_mask" in values else 0
+        unpaid = next((i for i, trajectory in enumerate(trajectories) if trajectory.reward is None), None)
+        if unpaid is not None:
+            raise ValueError(f"trajectory {unpaid} has no reward: reward it, or leave it out of the batch")
         rewards = [float(trajectory.reward) for trajectory in trajectories]
         metadata: dict[str, Any] = {"rewards": rewards, "is_val": [bool(t.is_val) for t in trajectories]}
         for name in trajectories[0].extra_fields:
