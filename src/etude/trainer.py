@@ -19,10 +19,12 @@ from etude.errors import ConfigError, as_path
 from etude.loop.adopted import adopt, early_optimizer, replacement
 from etude.loop.kept import Kept, tensors_of
 from etude.loop.manual import wanted_arguments
+from etude.loop.measuring import mean_losses
 from etude.loop.optimizers import Optimization, assign_parameters, build_optimizer
 from etude.loop.precision import cast_floating
 from etude.loop.schedule import make_schedule
 from etude.loop.session import Session
+from etude.rollouts.updates import is_experience
 from etude.runs.directory import Run
 from etude.types import Result
 from etude.types.duration import Progress
@@ -88,12 +90,17 @@ class Trainer:
             run_config: What to store as the run's configuration instead of the training section alone.
             show_progress: Show live progress in a terminal, plain lines elsewhere.
         """
+        sampler = environment if sampler is None else sampler
         if isinstance(policy, TrainingConfiguration):  # Trainer(config, sampler, algorithm)
             policy, data, config, sampler = None, None, policy, data if sampler is None else sampler
         self.config = TrainingConfiguration() if config is None else config
         _check(self.config, run)
-        if sampler is not None or environment is not None:
-            policy, data = self._harness_up(environment if sampler is None else sampler, algorithm, policy, data)
+        if sampler is not None:
+            from etude.rollouts.experience import join_sampler
+
+            if policy is not None or data is not None:
+                raise ConfigError("give either policy and data, or a sampler")
+            self.harness, policy, data, algorithm = join_sampler(self.config, sampler, algorithm)
         if not isinstance(policy, nn.Module):
             raise ConfigError(_explain_policy(policy, data))
         self.policy = policy
@@ -107,29 +114,18 @@ class Trainer:
         self.session: Session
         self._run_config, self._loggers = run_config, None if loggers is None else _as_loggers(loggers)
 
-    def _harness_up(self, sampler: Any, algorithm: Any, policy: Any, data: Any) -> tuple[nn.Module, Data]:
-        if policy is not None or data is not None:
-            raise ConfigError("give either policy and data, or a sampler")
-        if algorithm is None:
-            raise ConfigError("training on rollouts of a sampler needs an algorithm")
-        from etude.rollouts.experience import Experience, trained_module
-        from etude.rollouts.harness import Harness
-
-        episodes, batch_size = self.config.num_episodes_per_experience, self.config.batch_size
-        self.harness = Harness(sampler, algorithm, episodes, batch_size=batch_size)
-        return trained_module(sampler.system), Experience(self.harness)
-
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Turn a raw batch into what `compute_loss` needs, without gradient: normalise, advantages, old log-probs."""
+        """Turn a raw batch into what `compute_loss` needs, without gradient: normalise, advantages, old log-probs.
+
+        Rows of rollouts have been through the algorithm's `experience`, and come back as they are.
+        """
         prepare = getattr(self.algorithm, "prepare", None)
-        return batch if prepare is None else prepare(self.policy, batch)
+        return batch if prepare is None or is_experience(batch) else prepare(self.policy, batch)
 
     def compute_loss(self, policy: Any, batch: Any) -> Any:
         """Return a `Loss`, or `{"loss": mean, ...}`, or a scalar mean."""
-        if self.harness is not None:
-            return self.data.loss(batch)  # type: ignore[attr-defined]
         return ask_policy(policy, batch) if self.algorithm is None else self.algorithm.loss(policy, batch)
 
     def configure_optimizers(self) -> Optimizers:
@@ -154,7 +150,7 @@ class Trainer:
         Runs in eval mode without gradient, with averaged weights if there are any, on a random stream of its own.
         Every rank calls it; what rank 0 returns is recorded.
         """
-        return {} if self.eval_data is None else self.session.evaluate_losses()
+        return {} if self.eval_data is None else mean_losses(self.session)
 
     # -- running ------------------------------------------------------------------------------------------------
 
@@ -235,7 +231,7 @@ class Trainer:
 
     @property
     def _asks_algorithm(self) -> bool:
-        return not self.is_manual and self.harness is None and type(self).compute_loss is Trainer.compute_loss
+        return not self.is_manual and type(self).compute_loss is Trainer.compute_loss
 
     @property
     def prepares_batches(self) -> bool:

@@ -3,8 +3,9 @@
 Shape letters: B rows, T tokens.
 
 Statistics over groups need whole groups, so advantages are made once, over the whole experience, before it is cut into
-micro-batches: whoever collects rollouts calls `experience(policy, batch)` (or `advantages(batch)`, if the log-probs and
-values are there already). `prepare` fills in only what is still absent, and `loss` needs nothing but the rows it gets.
+micro-batches: the session calls `experience(policy, batch)` once a step with all rollouts of a rank;
+`advantages(batch)` is enough if log-probs and values are there already. `prepare` fills in what micro-batches of given
+data lack, and `loss` needs nothing but the rows it gets.
 Statistics of a whole experience are those of all ranks: a session attaches the algorithm to its group.
 """
 
@@ -103,6 +104,8 @@ class PolicyGradient:
         )
         self.gather: Gather = alone
         """How numbers are exchanged with the other ranks."""
+        self.metrics: dict[str, tuple[float, float]] = {}
+        """What the last experience has to tell: means and their weights, by name."""
 
     def attach(self, trainer: Trainer) -> None:
         """Take the statistics of an experience over all ranks of a session from now on."""
@@ -160,6 +163,7 @@ class PolicyGradient:
             divergence = kl(whole["old_log_probs"], whole["ref_log_probs"], self.kl_kind, mask_BT=whole["loss_mask"])
             counted = sum(self.gather(int((~whole.is_padding).sum())))
             self.controller.update(Moments.of(divergence, whole["loss_mask"]).over(self.gather).mean, counted)
+            self.metrics = {"kl_coef": (self.controller.value, 1.0)}
         return whole
 
     def advantages(self, batch: Any) -> Batch:

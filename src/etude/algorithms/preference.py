@@ -192,7 +192,7 @@ class ReferenceFree(Pairwise):
             "accuracy": (chosen_P > rejected_P).to(chosen_P.dtype),
             "chosen_log_prob": chosen_P,
             "rejected_log_prob": rejected_P,
-            **self.metrics(chosen_P, rejected_P),
+            **self.pair_metrics(chosen_P, rejected_P),
         }
         return self.total(self.pair_loss(chosen_P, rejected_P), self.counted(pairs), metrics)
 
@@ -200,7 +200,7 @@ class ReferenceFree(Pairwise):
         """Return the loss by pair, from mean log-probabilities."""
         raise NotImplementedError
 
-    def metrics(self, chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
+    def pair_metrics(self, chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
         """Return what is worth watching beside accuracy and log-probabilities, by pair."""
         return {}
 
@@ -222,7 +222,7 @@ class SimPO(ReferenceFree):
         """Return the loss by pair, from mean log-probabilities."""
         return losses.simpo(chosen_P, rejected_P, beta=self.beta, gamma=self.gamma)
 
-    def metrics(self, chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
+    def pair_metrics(self, chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
         """Return by how much the chosen leads."""
         return {"margin": self.beta * (chosen_P - rejected_P)}
 
@@ -242,7 +242,7 @@ class ORPO(ReferenceFree):
         """Return the loss by pair, from mean log-probabilities."""
         return losses.orpo(chosen_P, rejected_P, beta=self.beta)
 
-    def metrics(self, chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
+    def pair_metrics(self, chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
         """Return the logarithm of the odds ratio."""
         return {"log_odds": losses.log_odds_ratio(chosen_P, rejected_P)}
 

@@ -149,8 +149,9 @@ class TrainingConfiguration(Section):
     """Micro-batches per optimizer step."""
     training_steps: int = Field(default=1000, ge=1)
     """Optimizer steps to take, unless `duration` says otherwise."""
-    num_episodes_per_experience: int = Field(default=1, ge=1)
-    """Rollouts sampled per call of `experience()`, for trainers that collect their own data."""
+    # Nothing that is trained on given data has to do with it: left out of what is printed and stored where it is 1.
+    num_episodes_per_experience: int = Field(default=1, ge=1, exclude_if=lambda episodes: episodes == 1)
+    """Rollouts sampled per call of `experience()`, for trainers with a sampler."""
 
     duration: DurationField | None = None
     """Length of the run in steps, epochs, tokens, env steps or time; replaces `training_steps`."""

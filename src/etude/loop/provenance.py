@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def describe(trainer: Trainer) -> dict[str, Any]:
     """Return hashes of the user's own code behind trainer, policy and algorithm, and what tells the data apart."""
     policy: list[Any] = [type(module) for module in trainer.policy.modules()]
-    algorithm = trainer.algorithm
+    algorithm = getattr(trainer.algorithm, "solver", trainer.algorithm)  # the user's own, behind what calls it
     parts = {
         "trainer": [type(trainer)],
         "policy": policy,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from etude.callbacks import Callback, CallbackGroup, EarlyStop, ShowProgress
-from etude.data.evaluation import evaluation_batches
 from etude.errors import (
     CheckpointError,
     ConfigError,
@@ -28,7 +26,7 @@ from etude.errors import (
     exits_refused,
     one_line,
 )
-from etude.loop import guard, provenance, state
+from etude.loop import guard, measuring, provenance, state
 from etude.loop.distributed import Group
 from etude.loop.ema import EMA
 from etude.loop.manual import ManualStepper
@@ -39,11 +37,14 @@ from etude.loop.sharding import local_tensor
 from etude.loop.signals import StopSignals
 from etude.loop.step import Meter, Stepper, make_loss_function
 from etude.loop.strategy import Strategy, count_parameters
+from etude.loop.threads import choose_threads
 from etude.loop.watchdog import Pulse, Watchdog
 from etude.low_precision import require_low_precision, require_low_precision_of
 from etude.policies.normalize import BatchStatistics, act_in_data_units
-from etude.rng import STREAM_EVALUATE, STREAM_INIT, STREAM_ROLLOUT, fold, seed_everything
-from etude.types import Result, Updates
+from etude.rng import STREAM_INIT, STREAM_ROLLOUT, fold, seed_everything
+from etude.rollouts.measures import timed
+from etude.rollouts.updates import learn_from
+from etude.types import Result, Rollouts, Updates
 from etude.types.duration import Duration, Progress
 from etude.types.protocols import Place
 
@@ -51,9 +52,6 @@ if TYPE_CHECKING:
     from etude.trainer import Trainer
 
 log = logging.getLogger("etude")
-
-SMALL_POLICY = 1_000_000
-"""Parameters below which one CPU thread is faster than several."""
 
 
 class Session:
@@ -131,7 +129,8 @@ class Session:
         self.precision = Precision(config.precision, self.group.device)
         self.precision.convert(self.policy)
         require_low_precision_of(self.policy)
-        self._choose_threads()
+        before = choose_threads(self.policy, config.num_threads, self.group.device)
+        self._exits.callback(torch.set_num_threads, before)
         self.frozen = freeze(self.policy, config.freeze)
         if config.compile:
             self.policy.compile()
@@ -156,16 +155,6 @@ class Session:
         self.normalize = None if self.statistics is None else self.statistics.normalize
         if self.statistics is not None:
             act_in_data_units(self.policy, self.statistics)
-
-    def _choose_threads(self) -> None:
-        wanted = self.config.num_threads
-        if wanted is None and self.group.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            # Threads that wait for each other at every small matrix cost more than they bring: a 30k-parameter MLP
-            # took 130 ms a step with two threads on two busy cores, and 1 ms with one.
-            wanted = 1 if count_parameters(self.policy)[1] < SMALL_POLICY else None
-        if wanted is not None:
-            self._exits.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(wanted)
 
     def _make_stepper(self) -> Stepper | ManualStepper:
         config = self.config
@@ -276,8 +265,10 @@ class Session:
         step = before.step
         self.pulse.step = step
         micros = self._fetch(step)
-        for name, (mean, weight) in getattr(self.data, "metrics", {}).items():
-            self.meter.add(name, mean, weight)
+        for part in (self.data, self.trainer.algorithm):
+            reported = getattr(part, "metrics", None)
+            for name, (mean, weight) in reported.items() if isinstance(reported, Mapping) else ():
+                self.meter.add(name, mean, weight)
         totals = self.stepper.take(
             step, micros, self.signals.received, time.perf_counter() - self._clock, getattr(self.data, "env_steps", 0)
         )
@@ -301,12 +292,21 @@ class Session:
             self._interrupt(totals.stop_signal)
 
     def _fetch(self, step: int) -> Any:
-        """Return the micro-batches of a step; data that is made by the policy is made on a random stream of its own."""
+        """Return the micro-batches of a step: those of the data, or what the algorithm makes of its rollouts.
+
+        Both are made on a random stream of their own where the policy has a part in them.
+        """
         self.pulse.enter("data")
-        if not hasattr(self.data, "attach"):
-            return self.data.take(step)
-        seed_everything(fold(self.config.seed, STREAM_ROLLOUT, step, self.group.rank))
-        return self.data.take(step)
+        if hasattr(self.data, "attach"):
+            seed_everything(fold(self.config.seed, STREAM_ROLLOUT, step, self.group.rank))
+        taken: Any = self.data.take(step)
+        if not isinstance(taken, Rollouts):
+            return taken
+        # In the arithmetic of the loss, or the rounding of one would pass for a ratio of probabilities.
+        with timed(getattr(self.data, "timings", {}), "prepare"), self.precision.forward():
+            return learn_from(
+                taken, self.trainer.algorithm, self.policy, self.place, step, self.gather, self.group.device
+            )
 
     def gather(self, value: Any) -> list[Any]:
         """Return the plain value of every rank, in order; to wait for a slower rank does not count as hanging."""
@@ -322,9 +322,8 @@ class Session:
 
     def written_tensors(self) -> list[Tensor]:
         """Return what training writes to: weights, their averages, and what optimizers remember."""
-        states = [o.optimizer.state for o in self.optimizations.values()]
         found: list[Any] = [p for p in self.policy.parameters() if p.requires_grad]
-        found += [value for state in states for values in state.values() for value in values.values()]
+        found += [v for o in self.optimizations.values() for kept in o.optimizer.state.values() for v in kept.values()]
         found += self.ema.shadow.values() if self.ema is not None else []
         return [local_tensor(value) for value in found if isinstance(value, Tensor)]
 
@@ -368,27 +367,12 @@ class Session:
     def log_training(self) -> None:
         """Write the means since the last log, with rates and norms."""
         self.pulse.enter("sync")
-        row = {f"train/{name}": value for name, value in self.meter.read(self.group).items()}
-        row["epoch"] = self.progress.epochs
-        for name, optimization in self.optimizations.items():
-            row[f"lr/{name}"] = optimization.lr
-            if name in self.stepper.norms:
-                row[f"grad_norm/{name}"] = self.stepper.norms[name]
-        if self.precision.scale is not None:
-            row["loss_scale"] = self.precision.scale.value
-        step, then = self._lap
-        now = time.perf_counter()
-        steps = self.progress.step - step
-        row["time/step_ms"] = (now - then) * 1000 / max(1, steps)
-        row["time/elapsed_s"] = self.progress.seconds
-        timings = getattr(self.data, "timings", {})
-        row |= {f"time/{name}_ms": timings[name] * 1000 / max(1, steps) for name in timings}
-        timings.clear()
-        self._lap = (self.progress.step, now)
-        self._write(row)
+        row = measuring.training_row(self)
+        self.write(row)
         self.callbacks.on_log(self.trainer, self.progress.step, row)
 
-    def _write(self, row: dict[str, float]) -> None:
+    def write(self, row: dict[str, float]) -> None:
+        """Record metrics of this step."""
         self.metrics.update(row)
         self.record.log(self.progress.step, row)
 
@@ -396,21 +380,8 @@ class Session:
         """Let the trainer evaluate the policy as it is now."""
         row = self.measure(self.trainer.evaluate)
         self._evaluated_at = self.progress.step
-        wanted = self.config.best_metric
-        elsewhere = any(wanted in callback.measures for callback in self.callbacks.callbacks)
-        if row and wanted not in row and not elsewhere:
-            if "best_metric" in self.config.model_fields_set:
-                raise ConfigError(f"training.best_metric: {wanted!r} is not evaluated; there are {', '.join(row)}")
-            self._say_unranked(row)
-
-    def _say_unranked(self, row: Mapping[str, float]) -> None:
-        if not self._said_unranked and self.group.is_main and self.config.keep_best:
-            log.warning(
-                "evaluate() returned %s, but checkpoints are ranked by %s: none is kept as the best; return that, or "
-                "set training.best_metric and training.best_mode",
-                ", ".join(row), self.config.best_metric,
-            )  # fmt: skip
-        self._said_unranked = True
+        if not self._said_unranked:
+            self._said_unranked = measuring.says_unranked(self, row)
 
     def measure(self, evaluate: Callable[[], Mapping[str, float]]) -> dict[str, float]:
         """Record what a function finds: with averaged weights if there are any, on a random stream of its own.
@@ -418,23 +389,15 @@ class Session:
         Every rank must call; what rank 0 finds counts.
         """
         self.pulse.enter("evaluate")
-        began = time.perf_counter()
-        self.strategy.synchronise_buffers()
-        seed_everything(fold(self.config.seed, STREAM_EVALUATE, self.group.rank))
-        self.policy.eval()
-        with self.shown_weights(), torch.no_grad():
-            found: Any = evaluate()
-        self.set_train_mode()
-        if found is not None and not isinstance(found, Mapping):
-            raise ConfigError(f"evaluate must return a dictionary of numbers, got {type(found).__name__}")
-        # Rank 0 speaks for all: what differs between ranks was summed inside.
-        row: dict[str, float] = self.group.gather({_eval_name(k): float(v) for k, v in (found or {}).items()})[0]
-        spent_s = time.perf_counter() - began
+        row, spent_s = measuring.measured(self, evaluate)
         self.evaluated_s += spent_s
         self._lap = (self._lap[0], self._lap[1] + spent_s)  # what evaluating takes is no part of a step
         if row:
-            self._write({**row, "time/evaluate_s": spent_s})
-            self._compare_with_best(row)
+            self.write({**row, "time/evaluate_s": spent_s})
+            if self.config.best_metric in row:
+                self._ranked_at = self.progress.step
+                if measuring.is_better(self.config, row[self.config.best_metric], self.best):
+                    self.best, self._is_best = row[self.config.best_metric], True
             self.callbacks.on_evaluate_end(self.trainer, self.progress.step, row)
         return row
 
@@ -446,34 +409,6 @@ class Session:
             if self.ema is not None:
                 stack.enter_context(self.ema.applied())
             yield
-
-    def _compare_with_best(self, row: Mapping[str, float]) -> None:
-        config = self.config
-        value = row.get(config.best_metric)
-        if value is None:
-            return
-        self._ranked_at = self.progress.step
-        sign = -1 if config.best_mode == "min" else 1
-        if config.keep_best and not math.isnan(value) and (self.best is None or sign * value > sign * self.best):
-            self.best = value
-            self._is_best = True
-
-    def evaluate_losses(self) -> dict[str, float]:
-        """Return the mean loss and metrics over one pass of the evaluation data, over all ranks."""
-        meter = Meter()
-        key = fold(self.config.seed, STREAM_EVALUATE)
-        batches = evaluation_batches(self.trainer.eval_data, self.place, self.config.evaluate_batches)
-        loss = make_loss_function(self.trainer, self.policy, self.group.device, self.precision, self.normalize)
-        for number, batch in enumerate(batches):
-            self.pulse.enter("evaluate")
-            seed_everything(fold(key, number * self.group.world + self.group.rank))
-            with self.precision.forward():
-                root, factor, weight, metrics = loss(batch)
-            if float(weight):
-                meter.add("loss", root.item() * factor / float(weight), float(weight))
-                for name, value in metrics.items():
-                    meter.add(name, value, float(weight))
-        return meter.read(self.group)
 
     def save(self, *, wait: bool = False) -> None:
         """Save everything that the next step depends on; once per step, whoever asks."""
@@ -511,7 +446,3 @@ def choose_windows(policy: nn.Module, *sources: Any) -> None:
         data = getattr(source, "dataset", source)
         if hasattr(data, "use_windows"):
             data.use_windows(observation=policy.observation_delta_indices, action=policy.action_delta_indices)
-
-
-def _eval_name(name: str) -> str:
-    return name if "/" in name else f"eval/{name}"

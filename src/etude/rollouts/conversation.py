@@ -1,4 +1,4 @@
-"""Conversations: environments that answer, turn by turn, and what a rollout keeps of them.
+"""Conversations: environments that answer, turn by turn, and what a trajectory keeps of them.
 
 All conversations that are still going take their next turn in one call of `generate`. Tokens are kept as they were
 sampled; what the environment says is encoded once and carries no loss.
@@ -7,10 +7,11 @@ sampled; what the environment says is encoded once and carries no loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from etude.rollouts.tasks import Task
+from etude.types.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -31,41 +32,29 @@ class Conversation(Protocol):
         """Answer a completion."""
 
 
-@dataclass
-class Rollout:
-    """One completion, or one conversation, as tokens."""
+def begin(task: Task, prompt: Sequence[int], key: int, *, group_id: str, run_id: int) -> Trajectory:
+    """Return a rollout of a prompt of which nothing has been sampled yet; its reward is None until it is judged."""
+    return Trajectory(
+        list(prompt), [0] * len(prompt), None, task=task, key=key, logprobs=[0.0] * len(prompt), group_id=group_id,
+        run_id=run_id, task_id=task.id, text="", finish_reason="stop", scores={}, error=None, turns=0,
+    )  # fmt: skip
 
-    task: Task
-    key: int
-    tokens: list[int]
-    loss_mask: list[int]
-    logprobs: list[float] | None
-    group: str
-    index: int
-    text: str = ""
-    """The last completion."""
-    finish_reason: str = "stop"
-    reward: float | None = None
-    scores: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
-    greedy_reward: float | None = None
-    """What the likeliest completion of the same prompt earned, where an algorithm compares with it."""
-    turns: int = 0
-    partner: Any = None
 
-    def add(self, completion: Any) -> None:
-        """Append a sampled completion."""
-        self.tokens += completion.tokens
-        self.loss_mask += [1] * len(completion.tokens)
-        if completion.logprobs is None or len(completion.logprobs) != len(completion.tokens):
-            self.logprobs = None  # not known, or not of these tokens
-        elif self.logprobs is not None:
-            self.logprobs += completion.logprobs
-        self.text, self.finish_reason, self.turns = completion.text, completion.finish_reason, self.turns + 1
+def add_completion(rollout: Trajectory, completion: Any) -> None:
+    """Append what was sampled; `text` is then the last completion."""
+    rollout.tokens += completion.tokens
+    rollout.loss_mask += [1] * len(completion.tokens)
+    if completion.logprobs is None or len(completion.logprobs) != len(completion.tokens):
+        rollout.logprobs = None  # not known, or not of these tokens
+    elif rollout.logprobs is not None:
+        rollout.logprobs += completion.logprobs
+    rollout.text, rollout.finish_reason = completion.text, completion.finish_reason
+    rollout.turns += 1
 
-    def hear(self, tokens: Sequence[int]) -> None:
-        """Append what somebody else said."""
-        self.tokens += tokens
-        self.loss_mask += [0] * len(tokens)
-        if self.logprobs is not None:
-            self.logprobs += [0.0] * len(tokens)
+
+def hear(rollout: Trajectory, tokens: Sequence[int]) -> None:
+    """Append what somebody else said."""
+    rollout.tokens += tokens
+    rollout.loss_mask += [0] * len(tokens)
+    if rollout.logprobs is not None:
+        rollout.logprobs += [0.0] * len(tokens)

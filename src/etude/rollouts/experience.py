@@ -1,10 +1,9 @@
-"""Experience as Data: each step collects rollouts with the policy as it is, and trains on them."""
+"""The sampler form of `Trainer`: rollouts of a sampler as Data, and a solver as the Algorithm that learns from them."""
 
 from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,48 +13,44 @@ from torch import nn
 
 from etude.errors import ConfigError, RolloutError
 from etude.rng import STREAM_ROLLOUT, fold
+from etude.rollouts.graph import Graph
 from etude.rollouts.harness import Harness
-from etude.types import DataSpec, Loss, Updates, is_number
+from etude.rollouts.measures import Metrics, timed
+from etude.types import DataSpec, Loss, Rollouts, Updates, is_number
 from etude.types.duration import Progress
 from etude.types.protocols import Place
 
 if TYPE_CHECKING:
+    from etude.config.training import TrainingConfiguration
     from etude.trainer import Trainer
 
 log = logging.getLogger("etude")
 
 
-@dataclass(frozen=True)
-class Samples:
-    """A batch that an algorithm collated, and how many samples are in it."""
-
-    batch: Any
-    count: int
-    """0 for a batch that is only there so that all ranks take equally many updates."""
+def join_sampler(
+    config: TrainingConfiguration, sampler: Any, solver: Any
+) -> tuple[Harness, nn.Module, Experience, SolverAlgorithm]:
+    """Return what `Trainer(config, sampler, solver)` trains with: a harness, and policy, data and algorithm of it."""
+    if solver is None:
+        raise ConfigError("training on rollouts of a sampler needs an algorithm")
+    harness = Harness(sampler, solver, config.num_episodes_per_experience, batch_size=config.batch_size)
+    algorithm = SolverAlgorithm(harness)
+    return harness, trained_module(sampler.system), Experience(harness, algorithm), algorithm
 
 
 class Experience:
-    """Data made by a harness. One step is one experience, and as many updates as its batches fill.
-
-    Batches that do not fill an accumulation window wait for the next experience (no weight changes in between, so
-    their gradient is the same); they are part of the checkpoint. The last step leaves none behind.
-    """
+    """Data made by a harness: each step collects rollouts with the policy as it is."""
 
     spec: DataSpec | None = None
 
-    def __init__(self, harness: Harness) -> None:
-        self.harness = harness
-        self.metrics: dict[str, tuple[float, float]] = {}
+    def __init__(self, harness: Harness, algorithm: SolverAlgorithm) -> None:
+        self.harness, self.algorithm = harness, algorithm
+        self.metrics: Metrics = {}
         self.timings: dict[str, float] = {}
-        self._pending: list[Samples] = []
-        self._learned = self._to_learn = 0
-        self._steps = self._barren = self._updates = 0
-        self._cut_short = 0
-        """Batches of an update at the end that did not fill its window, which a longer run would have filled."""
 
     def attach(self, trainer: Trainer) -> None:
         """Learn who trains."""
-        self._trainer = trainer
+        self._policy = trainer.policy
         self.harness.sampler.report = trainer.session.tell
 
     def open(self, place: Place) -> None:
@@ -67,80 +62,19 @@ class Experience:
             )
         self.place = place
 
-    def take(self, step: int) -> Updates:
-        """Collect an experience and return its updates."""
-        place, policy = self.place, self._trainer.policy
-        began, mode = time.perf_counter(), policy.training
-        policy.eval()
-        with torch.no_grad():
-            seed, share = fold(place.seed, STREAM_ROLLOUT, step), (place.rank, place.world)
-            batches = list(self._batches(seed, share))
-        policy.train(mode)
-        self.timings["rollout"] = self.timings.get("rollout", 0.0) + time.perf_counter() - began
-        waiting = self._pending + batches
-        size, total = place.accumulate, self._trainer.session.total_steps
-        whole = len(waiting) // size * size
-        groups = [waiting[first : first + size] for first in range(0, whole, size)]
-        self._pending = waiting[whole:]
-        if self._pending and total is not None and step + 1 >= total:
-            groups, self._pending, self._cut_short = [*groups, self._pending], [], len(self._pending)
-        groups = self._evened(groups)
-        self._measure(len(groups))
-        self._learned, self._to_learn = 0, sum(map(len, groups))
-        return Updates(groups)
-
-    def _batches(self, seed: int, share: tuple[int, int]) -> list[Samples]:
-        harness = self.harness
-        kept, counts = harness.algorithm.collate_fn, []
-
-        def counted(samples: Sequence[Any]) -> Any:
-            counts.append(len(samples))
-            return kept(samples)
-
-        harness_batches = harness.experience(seed, share, collate=counted)
-        return [Samples(batch, counts[-1]) for batch in harness_batches]
-
-    def _measure(self, updates: int) -> None:
-        rewards = [node.reward for graph in self.harness.graphs for node in graph.nodes()]
-        episodes = len(self.harness.graphs) + self.harness.failures
+    def take(self, step: int) -> Rollouts:
+        """Collect this rank's rollouts of a step: trees, which stay trees because solvers flatten them themselves."""
+        place, mode = self.place, self._policy.training
+        self._policy.eval()
+        with timed(self.timings, "rollout"), torch.no_grad():
+            graphs = self.harness.collect(fold(place.seed, STREAM_ROLLOUT, step), (place.rank, place.world))
+        self._policy.train(mode)
+        rewards = [node.reward for graph in graphs for node in graph.nodes()]
+        episodes = len(graphs) + self.harness.failures
         self.metrics = {"rollout/failed": (self.harness.failures / max(1, episodes), float(episodes))}
         if rewards:
             self.metrics["rollout/reward"] = (sum(rewards) / len(rewards), float(len(rewards)))
-        # Of all ranks together: the mean over ranks of what each would make if all were like it.
-        self.metrics[f"rollout/{self._samples}"] = (float(self.harness.samples * self.place.world), 1.0)
-        self.metrics["rollout/updates"] = (float(updates), 1.0)
-        self._steps, self._updates = self._steps + 1, self._updates + updates
-        self._barren += not self.harness.samples
-
-    @property
-    def _samples(self) -> str:
-        return str(getattr(self.harness.algorithm, "samples", "samples"))
-
-    def _evened(self, groups: list[list[Samples]]) -> list[list[Samples]]:
-        """Let all ranks take equally many updates; what a rank is short of weighs nothing."""
-        if self.place.world == 1:
-            return groups
-        spare = next((sample for group in groups for sample in group), None) or next(iter(self._pending), None)
-        gather = self._trainer.session.gather
-        found = gather([len(groups), spare is None])
-        most = max(count for count, _ in found)
-        if most and any(lacks and count < most for count, lacks in found):
-            lent = next((batch for batch in gather(_as_json(spare)) if batch is not None), None)
-            spare = spare or (None if lent is None else Samples(json.loads(lent), 0))
-        if len(groups) < most and spare is None:
-            raise RolloutError(
-                f"rank {self.place.rank} collected no {self._samples}, and those of other ranks cannot be lent to it; "
-                "collect more episodes per experience"
-            )
-        return groups + [[Samples(spare.batch, 0)] for _ in range(most - len(groups)) if spare is not None]
-
-    def loss(self, samples: Samples) -> Loss:
-        """Return the algorithm's loss of a batch."""
-        mean, logs = self.harness.step(samples.batch)
-        self._learned += 1
-        self._trainer.session.tell("batches learned from", self._learned, self._to_learn)
-        numbers = {str(name): value for name, value in logs.items() if is_number(value)}
-        return Loss.mean(mean, samples.count, numbers)
+        return Rollouts(graphs)
 
     def ids(self, step: int) -> Sequence[Any]:
         """Name the experience."""
@@ -153,36 +87,140 @@ class Experience:
     def close(self) -> None:
         """Say how many steps there was nothing to learn from in."""
         self.harness.sampler.report = None
-        if self._barren and self.place.rank == 0:
+        if self.place.rank == 0:
+            self.algorithm.say_barren()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the batches that wait to be trained on, which checkpoints keep with the data."""
+        return self.algorithm.waiting_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the batches that waited."""
+        self.algorithm.load_waiting(state)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A batch that a solver collated, and how many samples are in it."""
+
+    batch: Any
+    count: int
+    """0 for a batch that is only there so that all ranks take equally many updates."""
+
+
+class SolverAlgorithm:
+    """A solver (`flatten`, `collate_fn`, `step`) as an Algorithm: one experience, as many updates as its batches fill.
+
+    Batches that do not fill an accumulation window wait for the next experience (no weight changes in between, so
+    their gradient is the same); they are part of the checkpoint. The last step leaves none behind. What else a solver
+    has can be asked for here.
+    """
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness, self.solver = harness, harness.algorithm
+        self.metrics: Metrics = {}
+        self._waiting: list[Samples] = []
+        self._learned = self._to_learn = 0
+        self._steps = self._barren = self._updates = 0
+        self._cut_short = 0
+        """Batches of an update at the end that did not fill its window, which a longer run would have filled."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("solver", "harness"):  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.solver, name)
+
+    def attach(self, trainer: Trainer) -> None:
+        """Learn who trains."""
+        self._session = trainer.session
+        if hasattr(self.solver, "attach"):
+            self.solver.attach(trainer)
+
+    def experience(self, policy: nn.Module, graphs: Sequence[Graph], *, rows: int | None = None) -> Updates:
+        """Make batches of rollouts, and updates of them and of those that waited; ranks call together."""
+        session = self._session
+        place, step, mode = session.place, session.progress.step, policy.training
+        policy.eval()
+        with torch.no_grad():
+            cut = self.harness.cut(graphs, fold(place.seed, STREAM_ROLLOUT, step), place.rank)
+            batches = [Samples(self.solver.collate_fn(samples), len(samples)) for samples in cut]
+        policy.train(mode)
+        waiting, size, total = self._waiting + batches, place.accumulate, session.total_steps
+        whole = len(waiting) // size * size
+        groups = [waiting[first : first + size] for first in range(0, whole, size)]
+        self._waiting = waiting[whole:]
+        if self._waiting and total is not None and step + 1 >= total:
+            groups, self._waiting, self._cut_short = [*groups, self._waiting], [], len(self._waiting)
+        groups = self._evened(groups)
+        # Of all ranks together: the mean over ranks of what each would make if all were like it.
+        self.metrics = {f"rollout/{self._kind}": (float(self.harness.samples * place.world), 1.0)}
+        self.metrics["rollout/updates"] = (float(len(groups)), 1.0)
+        self._steps, self._updates = self._steps + 1, self._updates + len(groups)
+        self._barren += not self.harness.samples
+        self._learned, self._to_learn = 0, sum(map(len, groups))
+        return Updates(groups)
+
+    @property
+    def _kind(self) -> str:
+        return str(getattr(self.solver, "samples", "samples"))
+
+    def _evened(self, groups: list[list[Samples]]) -> list[list[Samples]]:
+        """Let all ranks take equally many updates; what a rank is short of weighs nothing."""
+        place, gather = self._session.place, self._session.gather
+        if place.world == 1:
+            return groups
+        spare = next((sample for group in groups for sample in group), None) or next(iter(self._waiting), None)
+        found = gather([len(groups), spare is None])
+        most = max(count for count, _ in found)
+        if most and any(lacks and count < most for count, lacks in found):
+            lent = next((batch for batch in gather(_as_json(spare)) if batch is not None), None)
+            spare = spare or (None if lent is None else Samples(json.loads(lent), 0))
+        if len(groups) < most and spare is None:
+            raise RolloutError(
+                f"rank {place.rank} collected no {self._kind}, and those of other ranks cannot be lent to it; "
+                "collect more episodes per experience"
+            )
+        return groups + [[Samples(spare.batch, 0)] for _ in range(most - len(groups)) if spare is not None]
+
+    def loss(self, policy: nn.Module, samples: Samples) -> Loss:
+        """Return the solver's loss of a batch."""
+        mean, logs = self.harness.step(samples.batch)
+        self._learned += 1
+        self._session.tell("batches learned from", self._learned, self._to_learn)
+        numbers = {str(name): value for name, value in logs.items() if is_number(value)}
+        return Loss.mean(mean, samples.count, numbers)
+
+    def say_barren(self) -> None:
+        """Say how many steps there was nothing to learn from in, if there were any."""
+        if self._barren:
             log.warning(
                 "%d of %d steps gave no %s to learn from%s",
-                self._barren, self._steps, self._samples,
+                self._barren, self._steps, self._kind,
                 "" if self._updates else ": no update was made, and the weights are those from before training",
             )  # fmt: skip
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the batches that wait to be trained on."""
-        everyone = [(self.place.rank, self._plain())]
-        if self.place.world > 1:
-            everyone = self._trainer.session.gather(everyone[0])
+    def waiting_state(self) -> dict[str, Any]:
+        """Return the batches that wait on every rank, and what was counted; ranks call together."""
+        session = self._session
+        everyone = [(session.place.rank, [[sample.batch, sample.count] for sample in self._waiting])]
+        if session.place.world > 1:
+            everyone = session.gather(everyone[0])
         counted = {"steps": self._steps, "barren": self._barren, "updates": self._updates}
         pending = {str(rank): waiting for rank, waiting in everyone if waiting}
         return {"pending": pending, "counted": counted, "cut_short": self._cut_short}
 
-    def _plain(self) -> list[Any]:
-        return [[sample.batch, sample.count] for sample in self._pending]
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the batches that waited."""
-        waiting = state.get("pending", {}).get(str(self.place.rank), [])
-        self._pending = [Samples(batch, count) for batch, count in waiting]
+    def load_waiting(self, state: Mapping[str, Any]) -> None:
+        """Take up what `waiting_state` returned."""
+        place = self._session.place
+        waiting = state.get("pending", {}).get(str(place.rank), [])
+        self._waiting = [Samples(batch, count) for batch, count in waiting]
         counted = state.get("counted", {})
         self._steps, self._barren, self._updates = (counted.get(name, 0) for name in ("steps", "barren", "updates"))
-        if state.get("cut_short") and not self._trainer.session.length.reached(Progress(self._steps)):
+        if state.get("cut_short") and not self._session.length.reached(Progress(self._steps)):
             log.warning(
                 "the run had ended with an update of %d of %d batches of gradient_accumulation_steps, which in one "
                 "longer run are part of a whole one: it goes on, but not bit for bit as that run would",
-                state["cut_short"], self.place.accumulate,
+                state["cut_short"], place.accumulate,
             )  # fmt: skip
 
 

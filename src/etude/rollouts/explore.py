@@ -21,7 +21,6 @@ from etude.errors import ConfigError, NonFiniteError, RolloutError
 from etude.rng import fold_array
 from etude.rollouts.measures import measure_rewards, timed
 from etude.rollouts.rewards import MOST_HUNG
-from etude.rollouts.updates import as_updates, weightless
 from etude.signatures.nested import OptionsOf
 from etude.simulation.actors import PolicyActor, Seat
 from etude.simulation.environments import make_environment
@@ -29,8 +28,7 @@ from etude.simulation.environments.base import Array, Environment, Observation, 
 from etude.simulation.episodes import EnvironmentPool, EpisodeRunner, Job
 from etude.simulation.results import EpisodeRow
 from etude.simulation.timed import TimedEnvironment
-from etude.types import DataSpec, Updates
-from etude.types.batch import Batch
+from etude.types import DataSpec, Rollouts
 from etude.types.protocols import Place
 from etude.types.trajectory import Trajectory
 
@@ -197,7 +195,7 @@ class EnvironmentRollouts:
         return self._spec
 
     def attach(self, trainer: Trainer) -> None:
-        """Learn who acts, and how advantages are made."""
+        """Learn who acts."""
         algorithm: Any = trainer.algorithm
         if not hasattr(algorithm, "experience"):
             raise ConfigError(
@@ -219,8 +217,8 @@ class EnvironmentRollouts:
             )
         self.place = place
 
-    def take(self, step: int) -> Updates:
-        """Play the episodes of one step and prepare them."""
+    def take(self, step: int) -> Rollouts:
+        """Play the episodes of one step."""
         with timed(self.timings, "simulate"):
             self._play(self._episodes(step))
         self._measure()
@@ -228,12 +226,7 @@ class EnvironmentRollouts:
         if not sum(self._gather(len(good))):
             reason = next(iter(self.failures.values()), None)
             raise RolloutError(f"all {len(self.failures)} episodes of step {step} failed; the first: {reason}")
-        algorithm: Any = self._trainer.algorithm
-        with timed(self.timings, "prepare"):
-            batch = Batch.from_trajectories(good or [self._nothing()]).to(self._explorer.device)
-            batch = batch if good else weightless(batch)
-            batch = algorithm.experience(self._trainer.policy, batch, rows=self.place.batch_size)
-            return as_updates(batch, algorithm, self.place, step, self._gather)
+        return Rollouts(good or [self._nothing()], are_padding=not good)
 
     def ids(self, step: int) -> Sequence[Any]:
         """Name the episodes of a step."""

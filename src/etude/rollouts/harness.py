@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -85,25 +85,27 @@ class Harness:
         """The samples that the algorithm made of them."""
         self._has_warned = False
 
-    def experience(
-        self,
-        seed: int | None = None,
-        share: tuple[int, int] = (0, 1),
-        collate: Callable[[Sequence[Any]], Any] | None = None,
-    ) -> Iterator[Any]:
+    def experience(self, seed: int | None = None, share: tuple[int, int] = (0, 1)) -> Iterator[Any]:
         """Collect rollouts with the policy as it is, and return batches of them.
 
         Args:
             seed: Decides everything random; None draws one.
             share: (rank, world): which part of the episodes to collect here.
-            collate: Makes a batch of samples; the algorithm's `collate_fn` unless given.
         """
-        collate = collate or self.algorithm.collate_fn
         seed = int(np.random.randint(2**31)) if seed is None else seed
+        for samples in self.cut(self.collect(seed, share), seed, share[0]):
+            yield self.algorithm.collate_fn(samples)
+
+    def collect(self, seed: int, share: tuple[int, int] = (0, 1)) -> list[Graph]:
+        """Return this rank's rollouts of an experience; they are kept as `graphs` until the next."""
         rank, world = share
         seeds = [fold(seed, episode) >> 1 for episode in range(rank, self.num_episodes_per_experience, world)]
         self.graphs = self._collect(seeds)
-        samples = [sample for graph in self.graphs for sample in self.algorithm.flatten(graph)]
+        return self.graphs
+
+    def cut(self, graphs: Sequence[Graph], seed: int, rank: int = 0) -> Iterator[Sequence[Any]]:
+        """Flatten rollouts into samples, mix them, and return as many at a time as make a batch."""
+        samples = [sample for graph in graphs for sample in self.algorithm.flatten(graph)]
         self.samples = len(samples)
         if not samples:
             self._warn_once()
@@ -111,7 +113,7 @@ class Harness:
             order = np.random.Generator(np.random.Philox(fold(seed, rank, len(samples)))).permutation(len(samples))
             samples = [samples[index] for index in order]
         for first in range(0, len(samples), self.batch_size):
-            yield collate(samples[first : first + self.batch_size])
+            yield samples[first : first + self.batch_size]
 
     def _warn_once(self) -> None:
         if not self._has_warned:

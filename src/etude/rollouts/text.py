@@ -20,15 +20,13 @@ from etude.data.text import encode_continuation
 from etude.errors import ConfigError, RolloutError
 from etude.policies.language.sampling import Sampling
 from etude.rng import STREAM_ROLLOUT, fold
-from etude.rollouts.conversation import Conversation, Rollout
+from etude.rollouts.conversation import Conversation, add_completion, begin, hear
 from etude.rollouts.measures import measure_rewards, timed
 from etude.rollouts.rewards import RewardFunction, Rewards
 from etude.rollouts.sources import make_reward, make_tasks
 from etude.rollouts.tasks import Task
-from etude.rollouts.updates import as_updates, weightless
 from etude.signatures.nested import ComponentOf
-from etude.types import DataSpec, Updates
-from etude.types.batch import Batch
+from etude.types import DataSpec, Rollouts
 from etude.types.protocols import Place
 from etude.types.trajectory import Trajectory
 
@@ -101,13 +99,13 @@ class TextRollouts:
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.metrics: dict[str, tuple[float, float]] = {}
         self.timings: dict[str, float] = {}
-        self.rollouts: list[Rollout] = []
+        self.rollouts: list[Trajectory] = []
         """The rollouts of the last step, failed ones included."""
 
     # ---- as Data -------------------------------------------------------------------------------------------------
 
     def attach(self, trainer: Trainer) -> None:
-        """Learn who draws, and how advantages are made."""
+        """Learn who draws."""
         self._trainer, self._gather = trainer, trainer.session.gather
         # Drawn as it is trained: what samples in float32 and learns in bfloat16 takes its own rounding for a ratio.
         self._arithmetic = trainer.session.precision.forward
@@ -136,16 +134,15 @@ class TextRollouts:
         self.place = place
         self._order = Order(len(self.tasks), seed=place.seed, shuffle=place.shuffle, version=place.order_version)
 
-    def take(self, step: int) -> Updates:
-        """Draw, reward and prepare one step."""
+    def take(self, step: int) -> Rollouts:
+        """Draw and reward the rollouts of one step."""
         policy: Any = self._trainer.policy
-        algorithm = self._trainer.algorithm
         with timed(self.timings, "generate"):
             self.rollouts = self.draw(policy, self._positions(step), fold(self.place.seed, STREAM_ROLLOUT, step))
         with timed(self.timings, "reward"):
             self.reward(self.rollouts)
         replaced = self._replace_equal_groups(policy, step)
-        if getattr(algorithm, "needs_greedy", False):
+        if getattr(self._trainer.algorithm, "needs_greedy", False):
             self._compare_with_greedy(policy, step)
         good = [rollout for rollout in self.rollouts if rollout.reward is not None]
         self._measure(good)
@@ -155,11 +152,12 @@ class TextRollouts:
         if not sum(self._gather(len(good))):
             reason = next((rollout.error for rollout in self.rollouts), None)
             raise RolloutError(f"all {len(self.rollouts)} rollouts of step {step} failed; the first: {reason}")
-        with timed(self.timings, "prepare"):
-            batch = as_batch(good or self.rollouts[:1], policy.pad_token_id)
-            with self._arithmetic():
-                batch = algorithm.experience(policy, batch if good else weightless(batch), rows=self.place.batch_size)
-            return as_updates(batch, algorithm, self.place, step, self._gather)
+        # A rank all of whose rollouts failed goes through one of them, which weighs nothing.
+        return Rollouts(good or [self._unpaid(self.rollouts[0])], are_padding=not good)
+
+    @staticmethod
+    def _unpaid(rollout: Trajectory) -> Trajectory:
+        return Trajectory(rollout.tokens, rollout.loss_mask, 0.0, extra_fields=rollout.extra_fields)
 
     def ids(self, step: int) -> Sequence[Any]:
         """Name the tasks of a step."""
@@ -183,7 +181,9 @@ class TextRollouts:
     def _task(self, position: int) -> Task:
         return self.tasks[int(self._order.at(position, 1)[0][0])]
 
-    def draw(self, policy: Any, positions: Sequence[int], seed: int, tasks: Sequence[Task] | None = None) -> list[Any]:
+    def draw(
+        self, policy: Any, positions: Sequence[int], seed: int, tasks: Sequence[Task] | None = None
+    ) -> list[Trajectory]:
         """Return rollouts of the tasks at some positions, without rewards unless a conversation gives them."""
         tasks = [self._task(position) for position in positions] if tasks is None else tasks
         prompts = [self._encode(policy, task) for task in tasks]
@@ -192,11 +192,8 @@ class TextRollouts:
         rollouts = []
         for task, prompt, key, position, completions in zip(tasks, prompts, keys, positions, drawn, strict=True):
             for index, completion in enumerate(completions):
-                zeros = [0] * len(prompt)
-                rollout = Rollout(
-                    task, fold(key, index), list(prompt), zeros, [0.0] * len(prompt), str(position), index
-                )
-                rollout.add(completion)
+                rollout = begin(task, prompt, fold(key, index), group_id=str(position), run_id=index)
+                add_completion(rollout, completion)
                 rollouts.append(rollout)
         if self.conversation is not None:
             self._converse(policy, rollouts, self.conversation)
@@ -222,33 +219,33 @@ class TextRollouts:
             )
         return drawn
 
-    def _converse(self, policy: Any, rollouts: list[Rollout], partner: Callable[[Task], Conversation]) -> None:
+    def _converse(self, policy: Any, rollouts: list[Trajectory], partner: Callable[[Task], Conversation]) -> None:
+        going = [(rollout, partner(rollout.task)) for rollout in rollouts]
         for rollout in rollouts:
-            rollout.partner, rollout.reward = partner(rollout.task), 0.0
-        going = rollouts
+            rollout.reward = 0.0
         for turn in range(1, self.max_turns + 1):
-            going = [rollout for rollout in going if self._answered(policy, rollout, last=turn == self.max_turns)]
+            going = [(one, other) for one, other in going if self._answered(policy, one, other, turn)]
             if not going:
                 return
-            keys = [fold(rollout.key, turn) >> 1 for rollout in going]
-            drawn = self._generate(policy, [rollout.tokens for rollout in going], 1, keys)
-            for rollout, (completion,) in zip(going, drawn, strict=True):
-                rollout.add(completion)
+            keys = [fold(rollout.key, turn) >> 1 for rollout, _ in going]
+            drawn = self._generate(policy, [rollout.tokens for rollout, _ in going], 1, keys)
+            for (rollout, _), (completion,) in zip(going, drawn, strict=True):
+                add_completion(rollout, completion)
 
-    def _answered(self, policy: Any, rollout: Rollout, *, last: bool) -> bool:
+    def _answered(self, policy: Any, rollout: Trajectory, partner: Conversation, turn: int) -> bool:
         """Let the partner answer; return whether the conversation goes on."""
         try:
-            turn = rollout.partner.respond(rollout.text)
+            answer = partner.respond(rollout.text)
         except Exception as error:  # noqa: BLE001 - it is the user's code, which may fail in any way
             rollout.reward, rollout.error = None, f"{type(error).__name__}: {error}"
             return False
-        rollout.reward = (rollout.reward or 0.0) + float(turn.reward)
-        if turn.done or last:
+        rollout.reward = (rollout.reward or 0.0) + float(answer.reward)
+        if answer.done or turn == self.max_turns:
             return False
-        rollout.hear(encode_continuation(policy, turn.reply))
+        hear(rollout, encode_continuation(policy, answer.reply))
         return True
 
-    def reward(self, rollouts: Sequence[Rollout]) -> None:
+    def reward(self, rollouts: Sequence[Trajectory]) -> None:
         """Let the reward function judge rollouts; those it fails on are left without a reward."""
         if self.rewards is None:
             return
@@ -268,9 +265,9 @@ class TextRollouts:
         drawn = 0
         for attempt in range(1, self.resample + 1):
             judged = [rollout for rollout in self.rollouts if rollout.reward is not None]
-            teaches = informative(torch.tensor([r.reward for r in judged]).double(), [r.group for r in judged])
-            lively = {rollout.group for rollout, good in zip(judged, teaches.tolist(), strict=True) if good}
-            equal = sorted({int(rollout.group) for rollout in judged if rollout.group not in lively})
+            teaches = informative(torch.tensor([r.reward for r in judged]).double(), [r.group_id for r in judged])
+            lively = {rollout.group_id for rollout, good in zip(judged, teaches.tolist(), strict=True) if good}
+            equal = sorted({int(rollout.group_id) for rollout in judged if rollout.group_id not in lively})
             if not equal:
                 break
             seed = fold(self.place.seed, STREAM_ROLLOUT, step, attempt)
@@ -279,8 +276,8 @@ class TextRollouts:
                 fresh = self.draw(policy, equal, seed, tasks)
             with timed(self.timings, "reward"):
                 self.reward(fresh)
-            kept = [rollout for rollout in self.rollouts if int(rollout.group) not in set(equal)]
-            self.rollouts = sorted(kept + fresh, key=lambda rollout: (int(rollout.group), rollout.index))
+            kept = [rollout for rollout in self.rollouts if int(rollout.group_id) not in set(equal)]
+            self.rollouts = sorted(kept + fresh, key=lambda rollout: (int(rollout.group_id), rollout.run_id))
             drawn += len(equal)
         return drawn
 
@@ -295,15 +292,15 @@ class TextRollouts:
                 self.reward(greedy)
         finally:
             self.sampling, self.group_size = kept, size
-        found = {rollout.group: rollout for rollout in greedy}
+        found = {rollout.group_id: rollout for rollout in greedy}
         for rollout in self.rollouts:
-            rollout.greedy_reward = found[rollout.group].reward
-            if rollout.greedy_reward is None:
-                rollout.greedy_reward, rollout.reward, rollout.error = 0.0, None, found[rollout.group].error
+            rollout.greedy_rewards = found[rollout.group_id].reward
+            if rollout.greedy_rewards is None:
+                rollout.greedy_rewards, rollout.reward, rollout.error = 0.0, None, found[rollout.group_id].error
 
     # ---- batches -------------------------------------------------------------------------------------------------
 
-    def _measure(self, good: Sequence[Rollout]) -> None:
+    def _measure(self, good: Sequence[Trajectory]) -> None:
         total = len(self.rollouts)
         found = {"rollout/failed": (1 - len(good) / max(1, total), float(total))}
         found |= measure_rewards((rollout.reward for rollout in good if rollout.reward is not None), self._gather)
@@ -318,23 +315,7 @@ class TextRollouts:
         self.metrics = found
 
 
-def as_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:
-    """Return rollouts as a batch of trajectories."""
-    known = all(rollout.logprobs is not None for rollout in rollouts)
-    trajectories = []
-    for rollout in rollouts:
-        extra: dict[str, Any] = {"group_id": rollout.group, "run_id": rollout.index, "task_id": rollout.task.id}
-        if known:
-            extra["logprobs"] = rollout.logprobs
-        if rollout.greedy_reward is not None:
-            extra["greedy_rewards"] = rollout.greedy_reward
-        trajectories.append(
-            Trajectory(rollout.tokens, rollout.loss_mask, float(rollout.reward or 0.0), extra_fields=extra)
-        )
-    return Batch.from_trajectories(trajectories, pad_token_id=pad_token_id)
-
-
-def as_mapping(rollout: Rollout) -> Mapping[str, Any]:
+def as_mapping(rollout: Trajectory) -> Mapping[str, Any]:
     """Return what is worth reading of a rollout."""
     return {
         "task": rollout.task.id, "prompt": rollout.task.prompt, "text": rollout.text, "reward": rollout.reward,

@@ -8,9 +8,30 @@ import torch
 
 from etude.algorithms.moments import Gather
 from etude.rng import fold
-from etude.types import Updates
+from etude.types import Rollouts, Updates
 from etude.types.batch import Batch
 from etude.types.protocols import Place
+from etude.types.trajectory import Trajectory
+
+EXPERIENCED = "is_experience"
+"""What marks a batch as rows of an experience: there is nothing left to prepare."""
+
+
+def learn_from(
+    rollouts: Rollouts, algorithm: Any, policy: Any, place: Place, step: int, gather: Gather, device: torch.device
+) -> Updates:
+    """Let an algorithm make its experience of a step's rollouts, all at once, and cut it into updates."""
+    completed: Any = rollouts.completed
+    if completed and isinstance(completed[0], Trajectory):
+        completed = Batch.from_trajectories(completed, pad_token_id=getattr(policy, "pad_token_id", 0)).to(device)
+        completed = weightless(completed) if rollouts.are_padding else completed
+    found = algorithm.experience(policy, completed, rows=place.batch_size)
+    return found if isinstance(found, Updates) else as_updates(found, algorithm, place, step, gather)
+
+
+def is_experience(batch: Any) -> bool:
+    """Tell whether a micro-batch was cut from an experience."""
+    return isinstance(batch, Batch) and EXPERIENCED in batch.metadata
 
 
 def as_updates(batch: Batch, algorithm: Any, place: Place, step: int, gather: Gather) -> Updates:
@@ -20,6 +41,8 @@ def as_updates(batch: Batch, algorithm: Any, place: Place, step: int, gather: Ga
     up an update is a function of (seed, step, pass) and of the names of the rows (`group_id`, `run_id`).
     """
     count, groups = getattr(algorithm, "minibatches", 1), []
+    batch = batch.copy()
+    batch.metadata[EXPERIENCED] = True
     for epoch in range(getattr(algorithm, "epochs", 1)):
         for rows in _shares(batch, count, fold(place.seed, step, epoch), gather):
             # A rank that has no row of an update has one that weighs nothing: all ranks take all updates.

@@ -16,18 +16,22 @@ if TYPE_CHECKING:
         Loss,
         Number,
         Result,
+        Rollouts,
         Updates,
         batch_length,
         is_number,
         split_loss,
     )  # fmt: skip
 
-__all__ = ["Batch", "DataSpec", "Duration", "Feature", "Loss", "Number", "Progress", "Result", "Trajectory", "Updates"]
-__all__ += ["batch_length", "create_dummy_batch", "is_number", "split_loss"]
+__all__ = ["Batch", "DataSpec", "Duration", "Feature", "Loss", "Number", "Progress", "Result", "Rollouts"]
+__all__ += ["Trajectory", "Updates", "batch_length", "create_dummy_batch", "is_number", "split_loss"]
 
 # On first use: durations and protocols are read by the command line, which imports no torch.
 _HOMES = {
     "batch": ("Batch", "create_dummy_batch"), "duration": ("Duration", "Progress"), "trajectory": ("Trajectory",),
-    "values": ("DataSpec", "Feature", "Loss", "Number", "Result", "Updates", "batch_length", "is_number", "split_loss"),
+    "values": (
+        "DataSpec", "Feature", "Loss", "Number", "Result", "Rollouts", "Updates", "batch_length", "is_number",
+        "split_loss",
+    ),
 }  # fmt: skip
 __getattr__, __dir__ = lazily(__name__, _HOMES)

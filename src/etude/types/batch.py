@@ -6,64 +6,16 @@ what belongs to token t, its log-probability included, stands in column t.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from etude.errors import DataError
+from etude.types.fields import ALIASES, NOTHING_IN_PADDING, REQUIRED_FIELDS, TOKEN_FIELDS, View, row_of, stripped
 from etude.types.trajectory import PER_TOKEN, Trajectory, token_columns, token_numbers
-
-REQUIRED_FIELDS: Final = ("input_ids", "attention_mask", "position_ids", "loss_mask")
-"""What every text batch carries in `values`."""
-TOKEN_FIELDS: Final = (
-    *REQUIRED_FIELDS, "old_log_probs", "log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs",
-    "advantages", "returns", "values", "token_level_scores", "weights",
-)  # fmt: skip
-"""Fields aligned to the tokens, shape (B, T): they are cut and padded together."""
-_ALIASES: Final = {"reward": "rewards", "old_log_prob": "old_log_probs", "ref_log_prob": "ref_log_probs"}
-_NOTHING_IN_PADDING: Final = ("advantages", "returns", "token_level_scores", "weights")
-
-
-class _View(MutableMapping[str, Any]):
-    """One of the two faces of a batch; it reads and writes the batch itself, so that they cannot disagree."""
-
-    def __init__(
-        self,
-        store: dict[str, Any],
-        read: Callable[[str], Any],
-        write: Callable[[str, Any], None],
-        delete: Callable[[str], None],
-    ) -> None:
-        self._store, self._read, self._write, self._delete = store, read, write, delete
-
-    def __getitem__(self, name: str) -> Any:
-        return self._read(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._write(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        self._read(name)
-        self._delete(name)
-
-    def __contains__(self, name: object) -> bool:
-        try:
-            self._read(str(name))
-        except KeyError:
-            return False
-        return True
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._store)
-
-    def __len__(self) -> int:
-        return len(self._store)
-
-    def __repr__(self) -> str:
-        return repr(self._store)
 
 
 class Batch:
@@ -101,12 +53,12 @@ class Batch:
     @property
     def values(self) -> MutableMapping[str, Any]:
         """The tensors, shape (B, ...)."""
-        return _View(self._values, self._get_value, self._set_value, self._delete)
+        return View(self._values, self._get_value, self._set_value, self._delete)
 
     @property
     def metadata(self) -> MutableMapping[str, Any]:
         """Everything else: rewards, identities of rows, and facts about the batch."""
-        return _View(self._metadata, self._get_metadata, self._set_metadata, self._delete)
+        return View(self._metadata, self._get_metadata, self._set_metadata, self._delete)
 
     def __len__(self) -> int:
         for value in self._values.values():
@@ -141,7 +93,7 @@ class Batch:
     # ---- two faces of one thing ----------------------------------------------------------------------------------
 
     def _get_value(self, name: str) -> Any:
-        name = _ALIASES.get(name, name)
+        name = ALIASES.get(name, name)
         if name == "rewards":
             return self._metadata[name]
         if name == "log_probs" and name not in self._values:
@@ -152,7 +104,7 @@ class Batch:
             raise KeyError(f"the batch has no values[{name!r}]; it has {', '.join(self._values) or 'none'}") from None
 
     def _set_value(self, name: str, value: Any) -> None:
-        name = _ALIASES.get(name, name)
+        name = ALIASES.get(name, name)
         if name == "rewards" or (name == "advantages" and _dim(value) == 1):
             self._set_metadata(name, value)
             return
@@ -168,7 +120,7 @@ class Batch:
             self._spread_advantages()
 
     def _get_metadata(self, name: str) -> Any:
-        name = _ALIASES.get(name, name)
+        name = ALIASES.get(name, name)
         if name == "batch_size":
             return len(self)
         if name == "advantages" and name not in self._metadata and name in self._values:
@@ -181,7 +133,7 @@ class Batch:
             ) from None
 
     def _set_metadata(self, name: str, value: Any) -> None:
-        name = _ALIASES.get(name, name)
+        name = ALIASES.get(name, name)
         if name == "batch_size":
             if value != len(self):
                 raise ValueError(f"the batch has {len(self)} rows, so its batch_size cannot be {value}")
@@ -198,7 +150,7 @@ class Batch:
             self._spread_advantages()
 
     def _delete(self, name: str) -> None:
-        name = _ALIASES.get(name, name)
+        name = ALIASES.get(name, name)
         self._values.pop(name, None)
         self._metadata.pop(name, None)
 
@@ -300,7 +252,7 @@ class Batch:
         padded = self.select([*range(size), *(i % size for i in range(added))])
         is_padding = torch.cat((self.is_padding, torch.ones(added, dtype=torch.bool, device=self.is_padding.device)))
         for name, value in padded._values.items():
-            if name.endswith("loss_mask") or name in _NOTHING_IN_PADDING:
+            if name.endswith("loss_mask") or name in NOTHING_IN_PADDING:
                 value[size:] = 0
         for name in ("rewards", "advantages"):
             if name in padded._metadata:
@@ -360,7 +312,7 @@ class Batch:
         `fields` (None: every tensor as wide as the anchor) and always from the fields aligned to the tokens.
         `max_strip_threshold` is the greatest number of columns to cut, -1 for any. The last column is never cut.
         """
-        return _stripped(data, pad_token_id, fields, anchor_field, max_strip_threshold, left=True)
+        return data._stripped(pad_token_id, fields, anchor_field, max_strip_threshold, left=True)
 
     @staticmethod
     def remove_redundant_right_padding(
@@ -371,7 +323,11 @@ class Batch:
         max_strip_threshold: int = -1,
     ) -> Batch:
         """Return the batch without the columns on the right that are padding in every row (see the left variant)."""
-        return _stripped(data, pad_token_id, fields, anchor_field, max_strip_threshold, left=False)
+        return data._stripped(pad_token_id, fields, anchor_field, max_strip_threshold, left=False)
+
+    def _stripped(self, *how: Any, left: bool) -> Batch:
+        found = stripped(self._values, *how, left=left)
+        return self if found is self._values else self._with(found, dict(self._metadata))
 
     # ---- trajectories --------------------------------------------------------------------------------------------
 
@@ -390,6 +346,9 @@ class Batch:
             _same_names((set(trajectories[0].keys()), set(trajectory.keys())), "trajectories")
         values = token_columns(trajectories, pad_token_id)
         width = values["loss_mask"].shape[1] if "loss_mask" in values else 0
+        unpaid = next((i for i, trajectory in enumerate(trajectories) if trajectory.reward is None), None)
+        if unpaid is not None:
+            raise ValueError(f"trajectory {unpaid} has no reward: reward it, or leave it out of the batch")
         rewards = [float(trajectory.reward) for trajectory in trajectories]
         metadata: dict[str, Any] = {"rewards": rewards, "is_val": [bool(t.is_val) for t in trajectories]}
         for name in trajectories[0].extra_fields:
@@ -411,7 +370,7 @@ class Batch:
     def to_trajectories(self) -> list[Trajectory]:
         """Return the rows as trajectories: the inverse of `from_trajectories`, less rows that only pad."""
         rows = (~self.is_padding).nonzero().flatten().tolist()
-        return [_row(self, i) for i in rows]
+        return [row_of(self._values, self._metadata, len(self), i) for i in rows]
 
 
 def create_dummy_batch(batch_size: int = 4, length: int = 8, *, vocabulary: int = 32, seed: int = 0) -> Batch:
@@ -472,58 +431,3 @@ def _widened(batch: Batch, width: int) -> Batch:
         return torch.cat((value, value.new_zeros(value.shape[0], width - own, *value.shape[2:])), 1)
 
     return batch._mapped(widen, lambda value: value)
-
-
-def _stripped(
-    data: Batch, pad_token_id: int | None, fields: Sequence[str] | None, anchor_field: str, limit: int, *, left: bool
-) -> Batch:
-    anchor = data._values.get(_ALIASES.get(anchor_field, anchor_field))
-    if anchor is None or anchor.dim() != 2 or not anchor.shape[0] or not anchor.shape[1]:
-        return data
-    mask = data._values.get("attention_mask")
-    if mask is not None and mask.shape == anchor.shape:
-        real_BT = mask != 0
-    elif pad_token_id is not None:
-        real_BT = anchor != pad_token_id
-    else:
-        raise ValueError(f"without a mask as wide as {anchor_field!r}, padding is found by id: give pad_token_id")
-    width = anchor.shape[1]
-    columns = real_BT.any(0).nonzero().flatten()
-    count = width - 1  # where nothing is real, one column is kept
-    if len(columns):
-        count = int(columns[0]) if left else width - 1 - int(columns[-1])
-    count = count if limit < 0 else min(count, limit)
-    if not count:
-        return data
-    named = None if fields is None else {anchor_field, *TOKEN_FIELDS, *(_ALIASES.get(name, name) for name in fields)}
-    kept = slice(count, None) if left else slice(0, width - count)
-    cut = data.copy()
-    for name, value in cut._values.items():
-        if value.dim() > 1 and value.shape[1] == width and (named is None or name in named):
-            cut._values[name] = value[:, kept]
-    return cut
-
-
-def _row(batch: Batch, i: int) -> Trajectory:
-    values, size = batch._values, len(batch)
-    trajectory = Trajectory()
-    real = values["attention_mask"][i] != 0 if "attention_mask" in values else slice(None)
-    per_row = batch._metadata.get("advantages")
-    for name, value in values.items():
-        if name == "input_ids":
-            trajectory.tokens = value[i][real].tolist()
-        elif name == "loss_mask":
-            trajectory.loss_mask = value[i][real].long().tolist()
-        elif name in ("attention_mask", "position_ids", "is_padding") or (name == "advantages" and per_row is not None):
-            continue
-        elif name in PER_TOKEN.values():
-            short = next(short for short, long in PER_TOKEN.items() if long == name)
-            trajectory[short] = value[i][real].tolist()
-        else:
-            trajectory[name] = value[i]
-    for name, value in batch._metadata.items():
-        if isinstance(value, Tensor) and value.dim() == 1 and len(value) == size:
-            trajectory[{"rewards": "reward", "advantages": "advantage"}.get(name, name)] = value[i].item()
-        elif isinstance(value, list | np.ndarray) and len(value) == size:
-            trajectory[name] = value[i]
-    return trajectory

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from etude.trainer import Trainer
-    from etude.types import DataSpec, Loss, Updates
+    from etude.types import DataSpec, Loss, Rollouts
 
 
 @runtime_checkable
@@ -65,8 +65,8 @@ class Data(Protocol):
     def open(self, place: Place) -> None:
         """Get ready to serve one rank; called once before `take`."""
 
-    def take(self, step: int) -> Sequence[Any] | Updates:
-        """Return this rank's micro-batches of one optimizer step, or groups of them, one for each of several."""
+    def take(self, step: int) -> Sequence[Any] | Rollouts:
+        """Return this rank's micro-batches of one optimizer step, or the rollouts that an algorithm makes them of."""
 
     def ids(self, step: int) -> Sequence[Any]:
         """Return the sample ids of each micro-batch of `take(step)`, for error messages."""
@@ -82,8 +82,13 @@ class Data(Protocol):
 class Algorithm(Protocol):
     """How a batch becomes a loss.
 
-    May also offer `prepare(policy, batch)`, run without gradient before `loss`, and `attach(trainer)`, called once when
-    the session is there: its `gather` exchanges numbers with the other ranks.
+    One that learns from rollouts offers `experience(policy, batch, rows=...)`, called once a step with all of this
+    rank's rollouts, which returns them with what `loss` needs: a `Batch`, cut into updates by its `epochs` and
+    `minibatches`, or `Updates` of its own. Its `metrics` (name -> (mean, weight)) are then logged as those of data are.
+
+    May also offer `prepare(policy, batch)`, run without gradient before `loss` on micro-batches that come from no
+    experience, and `attach(trainer)`, called once when the session is there: its `gather` exchanges numbers with the
+    other ranks.
     """
 
     def loss(self, policy: Any, batch: Any) -> Loss | Mapping[str, Any] | torch.Tensor: ...

@@ -33,7 +33,7 @@ class Trajectory:
         self,
         tokens: Any = None,
         loss_mask: Any = None,
-        reward: float = 0.0,
+        reward: float | None = 0.0,
         is_val: bool = False,
         extra_fields: Mapping[str, Any] | None = None,
         **fields: Any,
@@ -43,7 +43,7 @@ class Trajectory:
         Args:
             tokens: Prompt and completion, in order.
             loss_mask: 1 on tokens that were sampled and count, 0 on the others.
-            reward: What the rollout earned.
+            reward: What the rollout earned; None while nobody has judged it, or because that failed.
             is_val: Whether it belongs to validation.
             extra_fields: group_id, run_id, logprobs (one per token, 0.0 on the prompt), advantage, ...
             **fields: Further extra fields by name.
@@ -53,7 +53,8 @@ class Trajectory:
         if doubled:
             raise ValueError(f"{doubled[0]!r} is given to a Trajectory twice: as an argument and in extra_fields")
         object.__setattr__(self, "extra_fields", {**extra, **fields})
-        self.tokens, self.loss_mask, self.reward, self.is_val = tokens, loss_mask, reward, is_val
+        self.tokens, self.loss_mask, self.is_val = tokens, loss_mask, is_val
+        self.reward: Any = reward
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "extra_fields":  # while it is being copied there is nothing to look in

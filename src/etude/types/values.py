@@ -1,4 +1,4 @@
-"""The values that pass between the nouns: Loss, Feature, DataSpec, Batch, Trajectory, Updates, Duration, Result."""
+"""The values that pass between the nouns: Loss, Feature, DataSpec, Rollouts, Updates, Result."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from etude.types.batch import Batch, create_dummy_batch
 from etude.types.duration import Duration, Progress
 from etude.types.trajectory import Trajectory
 
-__all__ = ["Batch", "DataSpec", "Duration", "Feature", "Loss", "Progress", "Result", "Trajectory", "Updates"]
-__all__ += ["batch_length", "create_dummy_batch"]
+__all__ = ["Batch", "DataSpec", "Duration", "Feature", "Loss", "Progress", "Result", "Rollouts", "Trajectory"]
+__all__ += ["Updates", "batch_length", "create_dummy_batch"]
 
 Number = float | int | Tensor
 
@@ -143,6 +143,22 @@ class DataSpec:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.features)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What a step's rollouts came to, before an algorithm has seen them: what data that the policy makes yields."""
+
+    completed: Sequence[Any]
+    """Trajectories; trees of turns where the algorithm flattens trees itself."""
+    are_padding: bool = False
+    """Whether they are there only so that this rank takes part in every update, and weigh nothing."""
+
+    def __len__(self) -> int:
+        return len(self.completed)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.completed[index]
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,16 @@ def test_a_dump_says_everything(config: Config) -> None:
     assert Path(stored["plugins"][0]).is_absolute()
 
 
+def test_what_only_a_sampler_needs_is_not_listed_until_it_is_set_and_stored_ones_load(config: Config) -> None:
+    name = "num_episodes_per_experience"
+    assert name not in config().stored()["training"]
+    assert f"training.{name}" not in {path for path, _, _ in config().explain()}
+    for episodes in (1, 3):
+        loaded = config(f"training: {{{name}: {episodes}}}")
+        assert loaded.config.training.num_episodes_per_experience == episodes
+        assert loaded.stored()["training"][name] == episodes
+
+
 def test_explain_gives_value_and_origin_of_everything(config: Config) -> None:
     rows = {path: (value, origin) for path, value, origin in config("", "training.lr=3e-4").explain()}
     assert rows["policy.type"] == ("net", "x.yaml:2:10")

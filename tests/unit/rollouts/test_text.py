@@ -19,6 +19,7 @@ from etude.policies.language import LanguageModel
 from etude.rollouts.conversation import Turn
 from etude.rollouts.tasks import Task
 from etude.rollouts.text import TextRollouts
+from etude.rollouts.updates import learn_from
 from etude.runs.checkpoint import CheckpointStore
 from etude.runs.metrics import read_metrics
 from etude.types.protocols import Place
@@ -62,7 +63,11 @@ def test_a_step_counts_where_its_time_went_and_what_came_of_it() -> None:
 def test_epochs_and_minibatches_make_several_updates_of_one_experience() -> None:
     trainer = make(algorithm=GRPO(epochs=2, minibatches=4), training_steps=1)
     trainer.fit()
-    updates = trainer.data.take(0)
+    session = trainer.session
+    rollouts: Any = trainer.data.take(0)
+    updates = learn_from(
+        rollouts, trainer.algorithm, trainer.policy, session.place, 0, session.gather, session.group.device
+    )
     assert len(updates) == 8
     assert [sum(len(micro) for micro in group) for group in updates] == [4] * 8
 
@@ -137,7 +142,7 @@ def test_the_completions_of_a_prompt_stay_on_one_rank_whatever_the_number_of_ran
             data = TextRollouts("digits", prompts_per_step=6, group_size=2, max_new_tokens=2)
             data.open(Place(rank=rank, world=world))
             drawn = data.draw(LanguageModel.tiny(seed=0), data._positions(step=5), seed=1)
-            assert [rollout.group for rollout in drawn] == [str(place) for place in data._positions(5) for _ in "ab"]
+            assert [rollout.group_id for rollout in drawn] == [str(place) for place in data._positions(5) for _ in "ab"]
             seen += data._positions(5)
         assert sorted(seen) == list(range(30, 36))
 
@@ -250,8 +255,8 @@ def test_completions_are_compared_with_the_greedy_one_where_the_algorithm_asks_f
     trainer = make(algorithm=ReMax(), training_steps=2)
     trainer.fit()
     rollouts = trainer.data.rollouts  # type: ignore[attr-defined]
-    assert all(rollout.greedy_reward is not None for rollout in rollouts)
-    assert len({(rollout.group, rollout.greedy_reward) for rollout in rollouts}) == 4
+    assert all(rollout.greedy_rewards is not None for rollout in rollouts)
+    assert len({(rollout.group_id, rollout.greedy_rewards) for rollout in rollouts}) == 4
 
 
 def lively_tasks(task: Task, text: str) -> float:
@@ -268,7 +273,7 @@ def test_groups_of_equal_reward_are_replaced_by_those_of_other_prompts() -> None
         make(data=data, training_steps=1).fit()
         groups: dict[str, list[Any]] = {}
         for rollout in data.rollouts:
-            groups.setdefault(rollout.group, []).append(rollout)
+            groups.setdefault(rollout.group_id, []).append(rollout)
         return data, groups
 
     plain, before = drawn(0)

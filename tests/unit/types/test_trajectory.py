@@ -382,3 +382,8 @@ def test_a_custom_trainer_shapes_rewards_and_advantages() -> None:
     batch.metadata["advantages"] = (rewards - torch.mean(rewards)) / (torch.std(rewards) + 1e-8)
     assert abs(float(torch.mean(batch.metadata["advantages"]))) < 1e-6
     assert float(torch.mean(batch.values["advantages"])) == pytest.approx(float(batch.values["advantages"].mean()))
+
+
+def test_a_rollout_that_nobody_rewarded_is_not_trained_on() -> None:
+    with pytest.raises(ValueError, match="trajectory 1 has no reward"):
+        Batch.from_trajectories([Trajectory([1], [1], 0.5), Trajectory([1], [1], None)])
