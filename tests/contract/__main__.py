@@ -1,4 +1,4 @@
-"""Probe every engine and show the table; `--write` puts it into the README."""
+"""Probe every engine and door and show the table; `--write` puts it into the README."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import etude.engines.huggingface.engine
 import etude.engines.lightning.engine
 import etude.engines.ray.engine  # noqa: F401 - before anything is forked
-from tests.contract import table
+from tests.contract import doors, table  # noqa: F401 - the doors too
 from tests.contract.probes import EXCEPTIONS, GUARANTEES
 from tests.contract.subjects import SUBJECTS, Subject
 from tests.ray_cluster import ray_cluster

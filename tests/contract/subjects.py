@@ -1,4 +1,4 @@
-"""Who is under contract, and the run that each must make: every engine, alone and with two ranks."""
+"""Who is under contract, and the run that each must make: every engine and every door, alone and with two ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from etude import Callback, Trainer, TrainingConfiguration
 from tests.crash.workload import Net, Noisy, WeightedTrainer
@@ -18,7 +19,7 @@ from tests.crash.workload import Net, Noisy, WeightedTrainer
 
 @dataclass(frozen=True)
 class Subject:
-    """An engine with so many ranks."""
+    """An engine, or a door for code that is written for another library, with so many ranks."""
 
     engine: str
     ranks: int = 1
@@ -30,6 +31,11 @@ class Subject:
     def has_driver(self) -> bool:
         """Whether one process starts the ranks and speaks for them; starting them then takes many seconds."""
         return self.engine == "ray"
+
+    @property
+    def is_door(self) -> bool:
+        """Whether the other library makes the steps, with settings and checkpoints of its own."""
+        return self.engine in DOORS
 
     @property
     def processes(self) -> int:
@@ -46,7 +52,10 @@ class Subject:
 
 
 ENGINES = ("torch", "huggingface", "lightning", "ray")
-SUBJECTS = [Subject(engine, ranks) for engine in ENGINES for ranks in (1, 2)]
+DOORS = ("BaseTrainer", "lightning.Trainer")
+"""`etude.engines.huggingface.BaseTrainer` and `etude.engines.lightning.Trainer`."""
+COLUMNS = (*ENGINES, *DOORS)
+SUBJECTS = [Subject(column, ranks) for column in COLUMNS for ranks in (1, 2)]
 
 GLOBAL_BATCH = 8
 SETTINGS: dict[str, Any] = {
@@ -58,13 +67,19 @@ SETTINGS: dict[str, Any] = {
 
 def train(
     subject: Subject, run: Path, *, kind: type[Trainer] = WeightedTrainer, callbacks: list[Callback] | None = None,
-    plain: bool = False, bad: int | None = None, engine: dict[str, Any] | None = None, **config: Any,
+    plain: bool = False, bad: int | None = None, engine: dict[str, Any] | None = None, loads: bool = False,
+    **config: Any,
 ) -> None:  # fmt: skip
-    """Train, or go on training, with one rank's share of the global batch; `plain` leaves randomness out."""
+    """Train, or go on training, with one rank's share of the global batch.
+
+    `plain` leaves randomness out, and `loads` gives the data as a loader.
+    """
     torch.set_num_threads(1)
-    data = Noisy(37, augment=not plain)
+    data: Any = Noisy(37, augment=not plain)
     if bad is not None:
         data.x[bad] = torch.nan
+    if loads:
+        data = DataLoader(data, batch_size=4, shuffle=True)
     for callback in callbacks or []:
         callback.driver = os.getpid()  # type: ignore[attr-defined]
     split = {"batch_size": 4, "gradient_accumulation_steps": GLOBAL_BATCH // 4 // subject.ranks}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.contract.probes import GUARANTEES
-from tests.contract.subjects import ENGINES, SUBJECTS, Subject
+from tests.contract.subjects import COLUMNS, SUBJECTS, Subject
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN = "<!-- guarantees: made by `python -m tests.contract --write` -->"
@@ -17,9 +17,9 @@ Found = Mapping[tuple[str, Subject], str]
 
 def render(found: Found) -> str:
     """Return the table in Markdown."""
-    rows = ["| guarantee | meaning | " + " | ".join(ENGINES) + " |", "|---|---" + "|---" * len(ENGINES) + "|"]
+    rows = ["| guarantee | meaning | " + " | ".join(COLUMNS) + " |", "|---|---" + "|---" * len(COLUMNS) + "|"]
     for name, (meaning, _) in GUARANTEES.items():
-        cells = [_cell(found, name, engine) for engine in ENGINES]
+        cells = [_cell(found, name, engine) for engine in COLUMNS]
         rows.append(f"| {name} | {meaning} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 

@@ -1,4 +1,4 @@
-"""Every engine keeps every guarantee, and the README says what was found."""
+"""Every engine and door keeps every guarantee or says why not, and the README says what was found."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def _engines_are_imported_before_anything_is_forked() -> None:
     import etude.engines.huggingface.engine
     import etude.engines.lightning.engine
     import etude.engines.ray.engine  # noqa: F401
+    import tests.contract.doors  # noqa: F401
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def compare(run_dir: Path, reference_dir: Path) -> str | None:
     ours = CheckpointStore(run_dir / "checkpoints").load("last")
     theirs = CheckpointStore(reference_dir / "checkpoints").load("last")
     for part in ("policy", "optimizer", "ema"):
-        found = _differs(ours.tree[part], theirs.tree[part], part)
+        found = differs(ours.tree[part], theirs.tree[part], part)
         if found:
             return found
     for key in ("meter", "best", "callbacks", "global_batch"):
@@ -77,15 +77,14 @@ def _timeless(row: dict[str, object]) -> dict[str, object]:
     return {key: value for key, value in row.items() if not key.startswith("time")}
 
 
-def _differs(a: object, b: object, path: str) -> str | None:
+def differs(a: object, b: object, path: str) -> str | None:
+    """Return the path of the first difference between two trees of tensors and plain values; None if there is none."""
     if isinstance(a, dict) and isinstance(b, dict):
         if a.keys() != b.keys():
             return f"{path}: keys"
-        return next((found for key in a if (found := _differs(a[key], b[key], f"{path}.{key}"))), None)
+        return next((found for key in a if (found := differs(a[key], b[key], f"{path}.{key}"))), None)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return None if a.dtype == b.dtype and torch.equal(a, b) else path
     if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
-        return next(
-            (f for i, (x, y) in enumerate(zip(a, b, strict=True)) if (f := _differs(x, y, f"{path}.{i}"))), None
-        )
+        return next((f for i, (x, y) in enumerate(zip(a, b, strict=True)) if (f := differs(x, y, f"{path}.{i}"))), None)
     return None if a == b else path
