@@ -25,8 +25,8 @@ def test_a_check_sees_every_option_with_its_help(key: str) -> None:
 
 @pytest.mark.parametrize("kind", [ACT, MLP, Diffusion, FlowMatching])
 def test_options_are_taken_flat_and_saved_with_defaults(kind: Any) -> None:
-    saved = kind(latency_steps=2)._params
-    assert (saved["latency_steps"], saved["image_backbone"]) == (2, "resnet18")
+    saved = kind(image_size=[8, 8])._params
+    assert (saved["image_size"], saved["image_backbone"]) == ([8, 8], "resnet18")
     with pytest.raises(TypeError, match="unexpected keyword argument 'latency'"):
         kind(latency=2)
 
