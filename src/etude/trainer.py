@@ -24,6 +24,7 @@ from etude.loop.optimizers import Optimization, assign_parameters, build_optimiz
 from etude.loop.precision import cast_floating
 from etude.loop.schedule import make_schedule
 from etude.loop.session import Session
+from etude.rollouts.experience import join_sampler
 from etude.rollouts.updates import is_experience
 from etude.runs.directory import Run
 from etude.types import Result
@@ -96,19 +97,14 @@ class Trainer:
         self.config = TrainingConfiguration() if config is None else config
         _check(self.config, run)
         if sampler is not None:
-            from etude.rollouts.experience import join_sampler
-
-            if policy is not None or data is not None:
-                raise ConfigError("give either policy and data, or a sampler")
-            self.harness, policy, data, algorithm = join_sampler(self.config, sampler, algorithm)
+            self.harness, policy, data, algorithm = join_sampler(self.config, sampler, algorithm, policy, data)
         if not isinstance(policy, nn.Module):
             raise ConfigError(_explain_policy(policy, data))
         self.policy = policy
         self.data: Data = as_data(data)
         self.algorithm, self.engine = as_algorithm(algorithm) if self._asks_algorithm else algorithm, engine
-        self.run_request = run
         self.run: Run | None = run if isinstance(run, Run) else None
-        self.callbacks = list(callbacks)
+        self.callbacks, self.run_request = list(callbacks), run
         self.eval_data = held_out(data) if eval_data is None else None if eval_data is False else eval_data
         self.name, self.run_root, self.show_progress = name, run_root, show_progress
         self.session: Session

@@ -28,9 +28,11 @@ log = logging.getLogger("etude")
 
 
 def join_sampler(
-    config: TrainingConfiguration, sampler: Any, solver: Any
+    config: TrainingConfiguration, sampler: Any, solver: Any, policy: Any = None, data: Any = None
 ) -> tuple[Harness, nn.Module, Experience, SolverAlgorithm]:
     """Return what `Trainer(config, sampler, solver)` trains with: a harness, and policy, data and algorithm of it."""
+    if policy is not None or data is not None:
+        raise ConfigError("give either policy and data, or a sampler")
     if solver is None:
         raise ConfigError("training on rollouts of a sampler needs an algorithm")
     harness = Harness(sampler, solver, config.num_episodes_per_experience, batch_size=config.batch_size)
