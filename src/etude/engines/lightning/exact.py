@@ -32,7 +32,7 @@ from etude.types import Loss, split_loss
 log = logging.getLogger("etude")
 
 
-class ExactSteps(lightning.Callback):
+class ExactStepsCallback(lightning.Callback):
     """Seeds every batch by its place, divides by true weights, and stops before an update that is not finite.
 
     A `training_step` may return a `Loss`: its sum is then divided by the weight of everything that the optimizer step

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from etude.engines.lightning.exact import ExactSteps
+from etude.engines.lightning.exact import ExactStepsCallback
 from etude.engines.lightning.module import LightningPolicy
 from etude.engines.lightning.simulation import names_environment, with_simulation
 from etude.errors import ConfigError
@@ -21,7 +21,7 @@ from etude.rng import STREAM_INIT, fold, generators_kept, seed_everything
 from etude.types import DataSpec
 
 
-class PolicyDatasetInteraction(ExactSteps):
+class PolicyDatasetInteraction(ExactStepsCallback):
     """Lets a policy made as `ACT()` take shapes, statistics and windows from the data module before its first use.
 
     `etude.engines.lightning.Trainer` adds one by itself, exactly once. It makes the steps exact as well: Lightning
