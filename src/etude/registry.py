@@ -19,12 +19,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from etude.builtins import BUILTINS, TORCH_OPTIMIZERS
 from etude.errors import MissingExtraError, RegistryError
+from etude.extras import EXTRAS
 from etude.reading.suggest import did_you_mean
-from etude.signatures.fit import missing_of, offers
+from etude.signatures.fit import missing_of
 from etude.types import protocols
 
 if TYPE_CHECKING:
@@ -201,8 +202,6 @@ class Registry(Generic[T]):
         """Return the parameters of a component that the framework passes itself."""
         return self.supplied | self._supplied_to_builtins if self.is_builtin(key) else self.supplied
 
-    # ---- telling -----------------------------------------------------------------------------------------------------
-
     def signature(self, key: str) -> Signature:
         """Return the parameters a configuration may give; reads the source of what is not imported yet."""
         from etude.signatures import read_runtime, read_static
@@ -227,14 +226,6 @@ class Registry(Generic[T]):
         """Return what there is to know about a component: its summary and its parameters."""
         signature = self.signature(key)
         return Description(key, signature.summary, signature.parameters, _home(self._entry(key)))
-
-
-EXTRAS: Final = {
-    "accelerate": "hf", "gguf": "llm", "gymnasium": "sim", "h5py": "sim", "lightning": "lightning",
-    "metaworld": "sim", "mujoco": "sim", "peft": "llm", "pyarrow": "sim", "ray": "ray", "reasoning_gym": "llm",
-    "sklearn": "quickstart", "transformers": "hf", "zarr": "sim",
-}  # fmt: skip
-"""Which extra brings a module that a component may lack."""
 
 
 def _is_deferred(entry: Any) -> bool:
@@ -288,7 +279,6 @@ _TRAINER_ARGUMENTS = (
     "policy", "data", "algorithm", "engine", "config", "run", "callbacks", "loggers", "eval_data", "run_config", "name",
     "run_root", "show_progress", "sampler", "environment",
 )  # fmt: skip
-_TRAIN_STEP_ARGUMENTS = ("models", "optimizers", "loss", "device")
 _HOOKS = ("on_fit_start", "on_step_end", "on_log", "on_evaluate_end", "on_save", "on_fit_end", "on_exception")
 POLICY_REGISTRY: Registry[protocols.Policy] = Registry("policies", (protocols.Policy,), noun="policy")
 DATASET_BUILDER_REGISTRY: Registry[Any] = Registry(
@@ -311,7 +301,7 @@ TRAINER_REGISTRY: Registry[Any] = Registry(
     "trainers",
     ("fit compute_loss", protocols.TrainStep),
     {"trainer": "etude.trainer:Trainer"},
-    supplied=(*_TRAINER_ARGUMENTS, *_TRAIN_STEP_ARGUMENTS),
+    supplied=(*_TRAINER_ARGUMENTS, "models", "optimizers", "loss", "device"),
     functions=False,
 )
 LOGGER_REGISTRY: Registry[protocols.Logger] = Registry("loggers", (protocols.Logger,))
@@ -359,17 +349,6 @@ def _with_build(own: Signature, factory: Any) -> Signature:
     late = read_runtime(partial(factory.build, None))
     names = build_parameters(factory)
     return replace(own, parameters=own.parameters + tuple(p for p in late.parameters if p.name in names))
-
-
-def is_dataset_factory(component: Any) -> bool:
-    """Tell whether a component of the data registry builds data rather than being data."""
-    is_data = any(offers(component, name) for name in ("take", "__getitem__", "__iter__"))
-    return hasattr(component, "build") and not is_data
-
-
-def is_train_step(component: Any) -> bool:
-    """Tell whether a component of the trainer registry brings its own update and no `fit`."""
-    return hasattr(component, "train_step") and not hasattr(component, "fit")
 
 
 # ---- plugins and entry points ----------------------------------------------------------------------------------------
