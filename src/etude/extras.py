@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from etude.errors import MissingExtraError
+
+EXTRAS: Final = {
+    "accelerate": "hf", "gguf": "llm", "gymnasium": "sim", "h5py": "sim", "lightning": "lightning",
+    "metaworld": "sim", "mujoco": "sim", "peft": "llm", "pyarrow": "sim", "ray": "ray", "reasoning_gym": "llm",
+    "sklearn": "quickstart", "transformers": "hf", "zarr": "sim",
+}  # fmt: skip
+"""Which extra brings a module that a component may lack."""
 
 
 def import_extra(module: str, extra: str) -> Any:

@@ -19,11 +19,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from etude.builtins import BUILTINS, TORCH_OPTIMIZERS
 from etude.errors import MissingExtraError, RegistryError
+from etude.extras import EXTRAS
 from etude.reading.suggest import did_you_mean
-from etude.signatures.fit import missing_of, offers
+from etude.signatures.fit import missing_of
 from etude.types import protocols
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ class Registry(Generic[T]):
         Args:
             name: The plural that `etude list` knows it by.
             protocols: What a class must offer, any one of: a Protocol, or member names separated by spaces.
-            builtins: Components to import on first use.
+            builtins: Components to import on first use; those of `etude.builtins` unless given.
             entry_point_group: The group of Python entry points to read; `etude.<name>` unless given.
             noun: One component, for error messages.
             supplied: Parameters that the framework passes itself and a configuration may not.
@@ -90,12 +92,13 @@ class Registry(Generic[T]):
         self.entry_point_group = entry_point_group or f"etude.{name}"
         self.supplied = frozenset(supplied)
         self._supplied_to_builtins = frozenset(supplied_to_builtins)
-        self._builtins = frozenset(builtins or ())
+        builtins = builtins or {key: f"etude.{home}" for key, home in BUILTINS.get(name, {}).items()}
+        self._builtins = frozenset(builtins)
         self._protocols = protocols
         self._functions = functions
         self._signatures: dict[str, tuple[Any, Signature]] = {}
         self._entries: dict[str, Any] = {
-            key: Lazy(target) if isinstance(target, str) else target for key, target in (builtins or {}).items()
+            key: Lazy(target) if isinstance(target, str) else target for key, target in builtins.items()
         }
 
     # ---- filling -----------------------------------------------------------------------------------------------------
@@ -199,8 +202,6 @@ class Registry(Generic[T]):
         """Return the parameters of a component that the framework passes itself."""
         return self.supplied | self._supplied_to_builtins if self.is_builtin(key) else self.supplied
 
-    # ---- telling -----------------------------------------------------------------------------------------------------
-
     def signature(self, key: str) -> Signature:
         """Return the parameters a configuration may give; reads the source of what is not imported yet."""
         from etude.signatures import read_runtime, read_static
@@ -225,14 +226,6 @@ class Registry(Generic[T]):
         """Return what there is to know about a component: its summary and its parameters."""
         signature = self.signature(key)
         return Description(key, signature.summary, signature.parameters, _home(self._entry(key)))
-
-
-EXTRAS: Final = {
-    "accelerate": "hf", "gguf": "llm", "gymnasium": "sim", "h5py": "sim", "lightning": "lightning",
-    "metaworld": "sim", "mujoco": "sim", "peft": "llm", "pyarrow": "sim", "ray": "ray", "reasoning_gym": "llm",
-    "sklearn": "quickstart", "transformers": "hf", "zarr": "sim",
-}  # fmt: skip
-"""Which extra brings a module that a component may lack."""
 
 
 def _is_deferred(entry: Any) -> bool:
@@ -286,159 +279,52 @@ _TRAINER_ARGUMENTS = (
     "policy", "data", "algorithm", "engine", "config", "run", "callbacks", "loggers", "eval_data", "run_config", "name",
     "run_root", "show_progress", "sampler", "environment",
 )  # fmt: skip
-_TRAIN_STEP_ARGUMENTS = ("models", "optimizers", "loss", "device")
 _HOOKS = ("on_fit_start", "on_step_end", "on_log", "on_evaluate_end", "on_save", "on_fit_end", "on_exception")
-_TORCH_OPTIMIZERS = {
-    "adadelta": "adadelta:Adadelta", "adafactor": "_adafactor:Adafactor", "adagrad": "adagrad:Adagrad",
-    "adam": "adam:Adam", "adamax": "adamax:Adamax", "adamw": "adamw:AdamW", "asgd": "asgd:ASGD",
-    "muon": "_muon:Muon", "nadam": "nadam:NAdam", "radam": "radam:RAdam", "rmsprop": "rmsprop:RMSprop",
-    "rprop": "rprop:Rprop", "sgd": "sgd:SGD", "sparseadam": "sparse_adam:SparseAdam",
-}  # fmt: skip
-
-POLICY_REGISTRY: Registry[protocols.Policy] = Registry(
-    "policies",
-    (protocols.Policy,),
-    {
-        "act": "etude.policies.act:ACT",
-        "actor_critic": "etude.policies.actor_critic:ActorCritic",
-        "diffusion": "etude.policies.diffusion:Diffusion",
-        "flow": "etude.policies.flow:FlowMatching",
-        "language": "etude.policies.language.build:language_model",
-        "mlp": "etude.policies.mlp:MLP",
-    },
-    noun="policy",
-)
+POLICY_REGISTRY: Registry[protocols.Policy] = Registry("policies", (protocols.Policy,), noun="policy")
 DATASET_BUILDER_REGISTRY: Registry[Any] = Registry(
     "data",
     (protocols.DatasetFactory, "take", "__getitem__ __len__", "__iter__", "train_data", "train_dataloader"),
-    {
-        "digits": "etude.data.digits:Digits",
-        "environment_rollouts": "etude.rollouts.explore:EnvironmentRollouts",
-        "lerobot": "etude.data.module:LeRobotDataModule",
-        "rollouts": "etude.rollouts.text:TextRollouts",
-        "text": "etude.data.text:TextData",
-    },
-    noun="data",
     supplied_to_builtins=("batch_size", "num_workers", "val_env", "test_env"),  # of the torch loaders, and Lightning's
 )
-ALGORITHM_REGISTRY: Registry[protocols.Algorithm] = Registry(
-    "algorithms",
-    (protocols.Algorithm,),
-    {
-        "bc": "etude.algorithms.bc:BehaviorCloning",
-        "cispo": "etude.algorithms.grpo:CISPO",
-        "distillation": "etude.algorithms.distillation:Distillation",
-        "dpo": "etude.algorithms.preference:DPO",
-        "dr_grpo": "etude.algorithms.grpo:DrGRPO",
-        "dro": "etude.algorithms.grpo:DRO",
-        "gkd": "etude.algorithms.gkd:GKD",
-        "gmpo": "etude.algorithms.grpo:GMPO",
-        "grpo": "etude.algorithms.grpo:GRPO",
-        "gspo": "etude.algorithms.grpo:GSPO",
-        "ipo": "etude.algorithms.preference:IPO",
-        "kto": "etude.algorithms.kto:KTO",
-        "opo": "etude.algorithms.reinforce:OPO",
-        "orpo": "etude.algorithms.preference:ORPO",
-        "ppo": "etude.algorithms.ppo:PPO",
-        "reinforce_plus_plus": "etude.algorithms.reinforce:ReinforcePlusPlus",
-        "remax": "etude.algorithms.reinforce:ReMax",
-        "reward_model": "etude.algorithms.reward_model:RewardModel",
-        "rloo": "etude.algorithms.reinforce:RLOO",
-        "sapo": "etude.algorithms.grpo:SAPO",
-        "sft": "etude.algorithms.sft:SFT",
-        "simpo": "etude.algorithms.preference:SimPO",
-    },
-    noun="algorithm",
-)
+ALGORITHM_REGISTRY: Registry[protocols.Algorithm] = Registry("algorithms", (protocols.Algorithm,))
+_HF_ENGINE = "etude.engines.huggingface.engine:HuggingFaceEngine"
 ENGINE_REGISTRY: Registry[protocols.Engine] = Registry(
     "engines",
     (protocols.Engine,),
     {
-        "huggingface": Lazy(
-            "etude.engines.huggingface.engine:HuggingFaceEngine", (), "transformers.training_args:TrainingArguments"
-        ),
+        "huggingface": Lazy(_HF_ENGINE, (), "transformers.training_args:TrainingArguments"),
         "lightning": "etude.engines.lightning.engine:LightningEngine",
         "ray": "etude.engines.ray.engine:RayEngine",
         "torch": "etude.engines.torch:TorchEngine",
     },
-    noun="engine",
     functions=False,
 )
 TRAINER_REGISTRY: Registry[Any] = Registry(
     "trainers",
     ("fit compute_loss", protocols.TrainStep),
     {"trainer": "etude.trainer:Trainer"},
-    noun="trainer",
-    supplied=(*_TRAINER_ARGUMENTS, *_TRAIN_STEP_ARGUMENTS),
+    supplied=(*_TRAINER_ARGUMENTS, "models", "optimizers", "loss", "device"),
     functions=False,
 )
-LOGGER_REGISTRY: Registry[protocols.Logger] = Registry(
-    "loggers",
-    (protocols.Logger,),
-    {
-        "tensorboard": "etude.runs.loggers:TensorBoardLogger",
-        "wandb": "etude.runs.loggers:WandbLogger",
-        "mlflow": "etude.runs.loggers:MlflowLogger",
-        "trackio": "etude.runs.loggers:TrackioLogger",
-    },
-    noun="logger",
-)
-CALLBACK_REGISTRY: Registry[Any] = Registry(
-    "callbacks",
-    _HOOKS,
-    {
-        "evaluate_in_simulation": "etude.simulation.callback:EvaluateInSimulation",
-        "evaluate_rewards": "etude.rollouts.reward_callback:EvaluateRewards",
-    },
-    noun="callback",
-)
+LOGGER_REGISTRY: Registry[protocols.Logger] = Registry("loggers", (protocols.Logger,))
+CALLBACK_REGISTRY: Registry[Any] = Registry("callbacks", _HOOKS)
 OPTIMIZER_BUILDER_REGISTRY: Registry[protocols.OptimizerFactory] = Registry(
     "optimizers",
     (protocols.OptimizerFactory,),
     {
         key: Lazy("etude.loop.optimizers:TorchOptimizer", (key,), f"torch.optim.{where}")
-        for key, where in _TORCH_OPTIMIZERS.items()
+        for key, where in TORCH_OPTIMIZERS.items()
     },
-    noun="optimizer",
     supplied=("params",),
     supplied_to_builtins=("lr", "weight_decay"),
     functions=False,
 )
 LOSS_BUILDER_REGISTRY: Registry[protocols.LossFactory] = Registry(
-    "losses", (protocols.LossFactory,), {}, noun="loss", functions=False
+    "losses", (protocols.LossFactory,), noun="loss", functions=False
 )
-ENVIRONMENT_REGISTRY: Registry[Any] = Registry(
-    "environments",
-    ("reset step render close",),
-    {
-        "aloha": "etude.simulation.environments.aloha:Aloha",
-        "gym": "etude.simulation.environments.gym:GymEnvironment",
-        "metaworld": "etude.simulation.environments.metaworld:MetaWorld",
-        "pusht": "etude.simulation.environments.pusht:PushT",
-    },
-    noun="environment",
-)
-TASK_REGISTRY: Registry[Any] = Registry(
-    "tasks",
-    ("__len__ __getitem__",),
-    {
-        "addition": "etude.rollouts.tasks:Addition",
-        "digits": "etude.rollouts.tasks:Digits",
-        "file": "etude.rollouts.tasks:PromptFile",
-        "reasoning_gym": "etude.rollouts.tasks:ReasoningGym",
-    },
-    noun="source of tasks",
-)
-REWARD_REGISTRY: Registry[Any] = Registry(
-    "rewards",
-    ("__call__",),
-    {
-        "contains_answer": "etude.rollouts.rewards:contains_answer",
-        "exact_match": "etude.rollouts.rewards:exact_match",
-    },
-    noun="reward",
-    supplied=("task", "text"),
-)
+ENVIRONMENT_REGISTRY: Registry[Any] = Registry("environments", ("reset step render close",))
+TASK_REGISTRY: Registry[Any] = Registry("tasks", ("__len__ __getitem__",), noun="source of tasks")
+REWARD_REGISTRY: Registry[Any] = Registry("rewards", ("__call__",), supplied=("task", "text"))
 
 REGISTRIES: dict[str, Registry[Any]] = {
     registry.name: registry
@@ -465,17 +351,6 @@ def _with_build(own: Signature, factory: Any) -> Signature:
     late = read_runtime(partial(factory.build, None))
     names = build_parameters(factory)
     return replace(own, parameters=own.parameters + tuple(p for p in late.parameters if p.name in names))
-
-
-def is_dataset_factory(component: Any) -> bool:
-    """Tell whether a component of the data registry builds data rather than being data."""
-    is_data = any(offers(component, name) for name in ("take", "__getitem__", "__iter__"))
-    return hasattr(component, "build") and not is_data
-
-
-def is_train_step(component: Any) -> bool:
-    """Tell whether a component of the trainer registry brings its own update and no `fit`."""
-    return hasattr(component, "train_step") and not hasattr(component, "fit")
 
 
 # ---- plugins and entry points ----------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from etude.config.load import Loaded
 from etude.config.schema import Component
 from etude.errors import ConfigError, EtudeError
-from etude.registry import REGISTRIES, build_parameters, is_dataset_factory, is_train_step
+from etude.registry import REGISTRIES, build_parameters
 from etude.secrets import redact
+from etude.signatures.fit import is_dataset_factory, is_train_step
 
 if TYPE_CHECKING:
     from etude.runs.directory import Run

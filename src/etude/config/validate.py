@@ -13,8 +13,9 @@ from etude.reading.check import check_model
 from etude.reading.interpolate import Interpolated, Interpolation
 from etude.reading.origins import Problem, dotted, lookup
 from etude.reading.yaml12 import Path
-from etude.registry import REGISTRIES, Registry, is_dataset_factory, is_train_step, load_plugins
+from etude.registry import REGISTRIES, Registry, load_plugins
 from etude.signatures import Signature
+from etude.signatures.fit import is_dataset_factory, is_train_step
 
 RATES = ("lr", "weight_decay")
 """What a section says beside an optimizer's parameters, and a registered factory may also take among them."""

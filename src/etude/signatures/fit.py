@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 
 def missing_of(component: type, protocol: type | str) -> list[str]:
-    """Name what a class missing_of of a protocol; for `build` methods the arguments must fit too."""
+    """Name what a class lacks of a protocol; for `build` methods the arguments must fit too."""
     names = protocol.split() if isinstance(protocol, str) else _members(protocol)
     missing = [f"{name}()" for name in names if not offers(component, name)]
     if missing or isinstance(protocol, str) or names != ["build"]:
@@ -31,3 +32,14 @@ def offers(component: type, name: str) -> bool:
     member = getattr(component, name, None)
     # torch.nn.Module has a `forward` that only raises.
     return callable(member) and getattr(member, "__name__", "") != "_forward_unimplemented"
+
+
+def is_dataset_factory(component: Any) -> bool:
+    """Tell whether a component of the data registry builds data rather than being data."""
+    is_data = any(offers(component, name) for name in ("take", "__getitem__", "__iter__"))
+    return hasattr(component, "build") and not is_data
+
+
+def is_train_step(component: Any) -> bool:
+    """Tell whether a component of the trainer registry brings its own update and no `fit`."""
+    return hasattr(component, "train_step") and not hasattr(component, "fit")
