@@ -337,8 +337,8 @@ def wrap_train_step(kind: Callable[..., TrainStep], params: Mapping[str, Any]) -
             """Pass the batch on, with what the inner trainer asks for of epoch, total_epochs and iterations."""
             if self.config.precision != "float64":  # which has been cast to already
                 batch = cast_floating(batch, torch.float32)
-            told = self.session.counters() if self._wanted else {}
-            return self.inner.train_step(batch, **{name: told[name] for name in self._wanted})
+            counters = self.session.counters() if self._wanted else {}
+            return self.inner.train_step(batch, **{name: counters[name] for name in self._wanted})
 
         def state_dict(self) -> dict[str, Any]:
             """Return what the inner trainer keeps."""

@@ -37,7 +37,7 @@ class Columns:
     def gather(self, indices: Indices, keys: Keys) -> dict[str, Tensor]:
         """Return the rows at `indices` as one batch."""
         rows = torch.from_numpy(indices)
-        return {name: take_rows(column, rows) for name, column in self.columns.items()}
+        return {name: pick_rows(column, rows) for name, column in self.columns.items()}
 
 
 class Pairs(Columns):
@@ -88,7 +88,7 @@ def as_column(name: str, value: Any) -> Column:
     return column
 
 
-def take_rows(column: Column, rows: Tensor) -> Tensor:
+def pick_rows(column: Column, rows: Tensor) -> Tensor:
     """Copy rows out of a column; `rows` may have any shape, which then comes first."""
     if isinstance(column, Tensor):
         if rows.dim() == 1:

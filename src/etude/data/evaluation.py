@@ -35,7 +35,7 @@ def evaluation_batches(source: Any, place: Place, limit: int | None = None) -> I
         return _indexed(data, place, limit)
     if isinstance(data, StreamData):
         return data.evaluation_batches(place, limit)
-    return _taken(data, place, limit)
+    return _batches(data, place, limit)
 
 
 def _indexed(data: IndexedData, place: Place, limit: int | None) -> Iterator[Any]:
@@ -52,7 +52,7 @@ def _indexed(data: IndexedData, place: Place, limit: int | None) -> Iterator[Any
             yield workers.next()
 
 
-def _taken(data: Data, place: Place, limit: int | None) -> Iterator[Any]:
+def _batches(data: Data, place: Place, limit: int | None) -> Iterator[Any]:
     """Evaluate on Data that only knows `take`: its steps, unshuffled and one batch each, up to one epoch."""
     data.open(replace(place, rank=0, world=1, accumulate=1, shuffle=False))
     try:

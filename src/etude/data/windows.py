@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.data.columns import Column, Columns, take_rows
+from etude.data.columns import Column, Columns, pick_rows
 from etude.data.order import Indices, Keys
 from etude.errors import DataError
 from etude.types import DataSpec, Feature
@@ -69,7 +69,7 @@ class Windows(Columns):
     def gather(self, indices: Indices, keys: Keys) -> dict[str, Tensor]:
         """Return the windows at `indices` as one batch."""
         frames_B = torch.from_numpy(indices)
-        batch = {name: take_rows(self.columns[name], frames_B) for name in self._single}
+        batch = {name: pick_rows(self.columns[name], frames_B) for name in self._single}
         if self._groups:
             first_B1 = self._first[frames_B].unsqueeze(1)
             last_B1 = self._last[frames_B].unsqueeze(1)
@@ -78,7 +78,7 @@ class Windows(Columns):
                 rows_BT = wanted_BT.clamp(first_B1, last_B1)
                 is_pad_BT = rows_BT != wanted_BT
                 for name in names:
-                    batch[name] = take_rows(self.columns[name], rows_BT)
+                    batch[name] = pick_rows(self.columns[name], rows_BT)
                     batch[f"{name}_is_pad"] = is_pad_BT
         return batch
 
@@ -90,7 +90,7 @@ class Windows(Columns):
             rows_T = wanted_T.clamp(first, last)
             is_pad_T = rows_T != wanted_T
             for name in names:
-                sample[name] = take_rows(self.columns[name], rows_T)
+                sample[name] = pick_rows(self.columns[name], rows_T)
                 sample[f"{name}_is_pad"] = is_pad_T
         return sample
 

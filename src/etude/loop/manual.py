@@ -80,7 +80,7 @@ class ManualStepper:
 
         return before_step
 
-    def take(self, step: int, micros: Sequence[Any], stop_signal: int, seconds: float, env_steps: int) -> Totals:
+    def run(self, step: int, micros: Sequence[Any], stop_signal: int, seconds: float, env_steps: int) -> Totals:
         """Run the trainer's own step and collect what it reports."""
         session, group = self.session, self.session.group
         (batch,) = micros

@@ -64,14 +64,14 @@ class Record:
         request = trainer.run_request
         if request is False:
             return self
-        self.directory = self._take_directory(request)
+        self.directory = self._lock_directory(request)
         trainer.run = Run(self.directory)
         self.store = trainer.run.checkpoints(
             keep_last=config.keep_last, keep_best=config.keep_best, best_mode=config.best_mode, on_warning=self._warn
         )
         return self
 
-    def _take_directory(self, request: Any) -> Path:
+    def _lock_directory(self, request: Any) -> Path:
         """Choose the directory and lock it, on rank 0; every rank learns which it is, or why it cannot be had."""
         trainer = self.trainer
         found: list[str | None] = [None, None, None]

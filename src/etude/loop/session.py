@@ -269,7 +269,7 @@ class Session:
             reported = getattr(part, "metrics", None)
             for name, (mean, weight) in reported.items() if isinstance(reported, Mapping) else ():
                 self.meter.add(name, mean, weight)
-        totals = self.stepper.take(
+        totals = self.stepper.run(
             step, micros, self.signals.received, time.perf_counter() - self._clock, getattr(self.data, "env_steps", 0)
         )
         now = self.progress = Progress(

@@ -88,7 +88,7 @@ def restore(session: Session, tree: dict[str, Any]) -> None:
     for name, part in _stateful(session):
         if name in tree:
             part.load_state_dict(tree[name])
-    _take_statistics(session, tree.get("norm_stats"))
+    _restore_statistics(session, tree.get("norm_stats"))
     meters = saved.get("meters", [saved["meter"]])
     meter = meters[session.group.rank] if session.group.rank < len(meters) else {"sums": {}, "weights": {}}
     session.meter.sums, session.meter.weights = dict(meter["sums"]), dict(meter["weights"])
@@ -99,7 +99,7 @@ def restore(session: Session, tree: dict[str, Any]) -> None:
     session.callbacks.load_state_dict(saved["callbacks"])
 
 
-def _take_statistics(session: Session, saved: Any) -> None:
+def _restore_statistics(session: Session, saved: Any) -> None:
     """Go on with the statistics that the weights were trained with."""
     if session.statistics is None or saved is None:
         return

@@ -100,30 +100,30 @@ class Stepper:
         self._updated = False
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
 
-    def take(
+    def run(
         self, step: int, micros: Sequence[Any] | Updates, stop_signal: int, seconds: float, env_steps: int
     ) -> Totals:
         """Turn the micro-batches of one step into one update (or one for each group), or raise before it is made."""
         self._updated = False
-        totals = self._take_all(step, micros, stop_signal, seconds, env_steps)
+        totals = self._run_groups(step, micros, stop_signal, seconds, env_steps)
         if self._updated:  # once a step, as schedules of the configuration go, however many updates it has
             for optimization in self.optimizations.values():
                 optimization.step_scheduler()
         return totals
 
-    def _take_all(
+    def _run_groups(
         self, step: int, micros: Sequence[Any] | Updates, stop_signal: int, seconds: float, env_steps: int
     ) -> Totals:
         if not isinstance(micros, Updates):
-            return self._take(step, 0, micros, stop_signal, seconds, env_steps)
+            return self._run_group(step, 0, micros, stop_signal, seconds, env_steps)
         # No group at all is a step too: the ranks still agree on time and signals.
         first, *rest = micros.groups or [[]]
-        totals = self._take(step, 0, first, stop_signal, seconds, env_steps)
+        totals = self._run_group(step, 0, first, stop_signal, seconds, env_steps)
         for index, group in enumerate(rest, 1):
-            totals = totals.plus(self._take(step, index, group, 0, 0.0, 0))
+            totals = totals.plus(self._run_group(step, index, group, 0, 0.0, 0))
         return totals
 
-    def _take(
+    def _run_group(
         self, step: int, update: int, micros: Sequence[Any], stop_signal: int, seconds: float, env_steps: int
     ) -> Totals:
         losses, weight, finding = self._backward(step, update, micros)

@@ -141,11 +141,11 @@ def _affine(name: str, feature: Feature, mode: Mode) -> tuple[Tensor, Tensor]:
     center, width = (first, second) if mode == "mean_std" else ((first + second) / 2, (second - first) / 2)
     if (width < 0).any():
         raise DataError(f"the statistics of {name} contradict themselves: {' and '.join(_NEEDED[mode])} do not fit")
-    center, width = _settle_narrow(center, width, stats)
+    center, width = _widen_narrow(center, width, stats)
     return center.float(), width.float()
 
 
-def _settle_narrow(center: Tensor, width: Tensor, stats: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _widen_narrow(center: Tensor, width: Tensor, stats: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Give constant dimensions the width 0, and those that move only now and then (a gripper) their whole range."""
     narrow = width <= WIDTH_FLOOR * center.abs().clamp(min=1.0)
     if "min" not in stats or "max" not in stats:

@@ -189,7 +189,7 @@ class EnvironmentRollouts:
     def spec(self) -> DataSpec:
         """What the environment shows and takes."""
         if self._spec is None:
-            env = self._pool.take(self.env)
+            env = self._pool.borrow(self.env)
             self._spec = env.spec
             self._pool.give(self.env, env)
         return self._spec
@@ -290,7 +290,7 @@ class EnvironmentRollouts:
         """Return an episode of one step that never was, for a rank all of whose episodes failed."""
         features = self.spec.features
         shown = {name: np.zeros(one.shape, one.dtype) for name, one in features.items() if one.role != "action"}
-        env = self._pool.take(self.env)
+        env = self._pool.borrow(self.env)
         seen = self._explorer.tensors(Seat(0, env, shown, 0))
         self._pool.give(self.env, env)
         action = features[self._action_name]

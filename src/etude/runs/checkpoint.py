@@ -109,7 +109,7 @@ class CheckpointStore:
         raises at once.
         """
         started_s = time.perf_counter()
-        self._settle()
+        self._wait_for_writer()
         self.waited_s += time.perf_counter() - started_s
         self._error = None
         job = self._stage(tree, step, None if metric is None else float(metric), info or {})
@@ -124,7 +124,7 @@ class CheckpointStore:
 
         The first touch of new memory costs several copies.
         """
-        self._settle()
+        self._wait_for_writer()
         self._staged = {}
         for key, value in tree.items():
             _, tensors = split_tensors(value)
@@ -134,7 +134,7 @@ class CheckpointStore:
 
     def wait(self) -> None:
         """Wait until the last save is on disk and verified; raise CheckpointError if it failed."""
-        self._settle()
+        self._wait_for_writer()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -144,7 +144,7 @@ class CheckpointStore:
 
         A damaged "last" or "best" is a warning and the next one is taken; a damaged step or path is an error.
         """
-        self._settle()
+        self._wait_for_writer()
         if which == "last":
             return self._load_first([path for _, path in self._entries()], "no checkpoint")
         if which == "best":
@@ -204,7 +204,7 @@ class CheckpointStore:
         self._staged = files
         return _Job(step, metric, facts, skeletons, files)
 
-    def _settle(self) -> None:
+    def _wait_for_writer(self) -> None:
         pending = self._pending
         if pending is None:
             return
@@ -367,8 +367,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     name = MANIFEST_NAME
     try:
         contents: dict[str, Any] = {}
-        for name, record in manifest.files.items():
-            with open_listed(directory, name, record) as (file, digest):
+        for name, listed in manifest.files.items():
+            with open_listed(directory, name, listed) as (file, digest):
                 contents[name] = read_tensors(file, digest) if name.endswith(".safetensors") else file.readall()
                 if isinstance(contents[name], bytes):
                     digest.update(contents[name])

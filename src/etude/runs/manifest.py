@@ -54,7 +54,7 @@ class Manifest:
             "step": self.step,
             "metric": metric if metric is None or abs(metric) < float("inf") else repr(metric),
             "info": self.info,
-            "files": {name: record.to_json() for name, record in self.files.items()},
+            "files": {name: file.to_json() for name, file in self.files.items()},
         }
         return _seal(body)
 

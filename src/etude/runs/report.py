@@ -230,7 +230,7 @@ def _read_checkpoints(directory: Path, warnings: list[str]) -> list[dict[str, An
         entries.append({
             "step": manifest.step,
             "metric": manifest.metric,
-            "size": _size(sum(record.size_bytes for record in manifest.files.values())),
+            "size": _size(sum(file.size_bytes for file in manifest.files.values())),
             "saved": _moment(saved),
             "tags": [tag for tag, target in links.items() if target == os.path.realpath(path)],
         })  # fmt: skip

@@ -64,7 +64,7 @@ class EnvironmentPool:
         self._free: dict[str, list[Environment]] = {}
         self._made: list[Environment] = []
 
-    def take(self, name: str) -> Environment:
+    def borrow(self, name: str) -> Environment:
         """Return an environment that nobody uses."""
         if free := self._free.get(name):
             return free.pop()
@@ -159,7 +159,7 @@ class EpisodeRunner:
     def _begin(self, slot: int, job: Job) -> _Running | None:
         """Return the episode, or None if it failed at once."""
         began = time.perf_counter()
-        env = self._pool.take(job.env)
+        env = self._pool.borrow(job.env)
         self._actor.check(env)
         seed = episode_seed(self._seed, self._split, job.episode if job.start is None else job.start)
         try:

@@ -19,7 +19,7 @@ from etude.data.lerobot.video import DecoderPool, VideoIndex
 from etude.errors import DataError
 
 Array = NDArray[Any]
-Take = Callable[[int, Array], None]
+Receive = Callable[[int, Array], None]
 
 
 def decoding_threads() -> int:
@@ -67,11 +67,11 @@ class VideoSource:
         self._stamps = stamps
         self._pool = DecoderPool(strict)
 
-    def read(self, rows: Array, take: Take) -> None:
-        """Decode the pictures of rows of one episode (rising), calling `take(number, picture)` with (H, W, C)."""
+    def read(self, rows: Array, receive: Receive) -> None:
+        """Decode the pictures of rows of one episode (rising), calling `receive(number, picture)` with (H, W, C)."""
         number = self._episodes.locate(int(rows[0]))[0]
         try:
-            self._pool.get(self._files[number]).read(self._stamps[rows], self.feature.shape[2], take)
+            self._pool.get(self._files[number]).read(self._stamps[rows], self.feature.shape[2], receive)
         except DataError as error:
             raise DataError(f"{self._root}: episode {number}: camera {self.feature.name!r}: {error}") from error
 
@@ -86,14 +86,14 @@ class ImageSource:
         self._ends = np.load(blobs / "ends.npy")
         self._data = np.memmap(blobs / "pictures.bin", dtype=np.uint8, mode="r")
 
-    def read(self, rows: Array, take: Take) -> None:
-        """Decode the pictures of rows, calling `take(number, picture)` with (H, W, C)."""
+    def read(self, rows: Array, receive: Receive) -> None:
+        """Decode the pictures of rows, calling `receive(number, picture)` with (H, W, C)."""
         for number, row in enumerate(rows.tolist()):
             begin = int(self._ends[row - 1]) if row else 0
             data = self._data[begin : int(self._ends[row])].tobytes()
             episode, frame = self._episodes.locate(row)
             where = f"{self._root}: episode {episode}, frame {frame}: camera {self.feature.name!r}"
-            take(number, decode_picture(data, self.feature.shape, where))
+            receive(number, decode_picture(data, self.feature.shape, where))
 
 
 def copy_pictures(files: Sequence[Path], order: Array, name: str, target: Path) -> None:
@@ -137,11 +137,11 @@ def decode_all(source: Source, episodes: Episodes, count: int, target: Path, pro
     def decode(number: int) -> None:
         begin, end = int(episodes.starts[number]), int(episodes.ends[number])
 
-        def take(frame: int, picture: Array) -> None:
+        def receive(frame: int, picture: Array) -> None:
             out[begin + frame] = picture.transpose(2, 0, 1)
             means[number] += picture[::stride, ::stride].mean((0, 1)) / (255 * (end - begin))
 
-        source.read(np.arange(begin, end), take)
+        source.read(np.arange(begin, end), receive)
         progress(end - begin)
 
     with ThreadPoolExecutor(decoding_threads()) as threads:
@@ -193,11 +193,11 @@ class Frames:
         groups = np.split(places, np.flatnonzero(np.diff(episode)) + 1)
 
         def decode(group: Array) -> None:
-            def take(number: int, picture: Array) -> None:
+            def receive(number: int, picture: Array) -> None:
                 out[group[number]] = picture.transpose(2, 0, 1)
 
             def shifted(offset: int, number: int, picture: Array) -> None:
-                take(offset + number, picture)
+                receive(offset + number, picture)
 
             # Frames far apart in an episode are sought one by one: decoding all between them would cost more.
             for run in np.split(group, np.flatnonzero(np.diff(rows[group]) > _FAR_APART) + 1):

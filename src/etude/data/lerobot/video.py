@@ -193,8 +193,8 @@ class Decoder:
             is_strict = strict and self._stream.codec.canonical_name == "av1"
             self._stream.codec_context.options = {"err_detect": "explode", **({"strict": "1"} if is_strict else {})}
 
-    def read(self, stamps: Array, channels: int, take: Callable[[int, Array], None]) -> None:
-        """Decode the frames with these presentation stamps (rising), calling `take(number, picture)` for each."""
+    def read(self, stamps: Array, channels: int, receive: Callable[[int, Array], None]) -> None:
+        """Decode the frames with these presentation stamps (rising), calling `receive(number, picture)` for each."""
         wanted = {int(stamp): number for number, stamp in enumerate(stamps)}
         pixels = "rgb24" if channels == 3 else "gray"
         last = int(stamps[-1])
@@ -206,7 +206,7 @@ class Decoder:
                 number = wanted.pop(frame.pts, None)
                 if number is not None:
                     picture = frame.to_ndarray(format=pixels)
-                    take(number, picture if channels == 3 else picture[..., None])
+                    receive(number, picture if channels == 3 else picture[..., None])
                 if not wanted or frame.pts >= last:
                     break
         if wanted:

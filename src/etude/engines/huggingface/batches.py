@@ -103,7 +103,7 @@ class NumberedBatches(DataLoader[int]):
             first = epoch * self.per_epoch + within * accumulate
         return range(first, first + count)
 
-    def take(self, numbers: range) -> list[Any]:
+    def fetch(self, numbers: range) -> list[Any]:
         """Return the batches of these numbers."""
         return [self.data.take(number)[0] for number in numbers]
 

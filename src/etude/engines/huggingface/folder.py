@@ -47,11 +47,11 @@ def publish(temp: Path, final: Path, step: int, tree: Mapping[str, Any], metric:
     listed, others = {}, {}
     for path in _files(temp):
         name = str(path.relative_to(temp))
-        record = _sync(path)
+        written = _sync(path)
         if _LISTED.match(name):
-            listed[name] = record
+            listed[name] = written
         else:
-            others[name] = record.to_json()
+            others[name] = written.to_json()
     manifest = Manifest(step, metric, {"others": others}, listed)
     durable.write_hashed(temp / MANIFEST_NAME, [manifest.dump()])
     for folder in {path.parent for path in _files(temp)} | {temp}:
@@ -87,9 +87,9 @@ def read(path: Path) -> Checkpoint:
         raise DamagedCheckpointError(path, MANIFEST_NAME, f"belongs to step {found.step}, not to this one")
     for name, entry in found.info.get("others", {}).items():
         # Checkpoints of the first schema list the SHA-256 and the size.
-        record = FileRecord.from_json(entry) if isinstance(entry, Mapping) else FileRecord(entry[0], entry[1], "sha256")
+        listed = FileRecord.from_json(entry) if isinstance(entry, Mapping) else FileRecord(entry[0], entry[1], "sha256")
         try:
-            intact = durable.hash_file(path / name, record.kind) == record
+            intact = durable.hash_file(path / name, listed.kind) == listed
         except OSError:
             intact = False
         if not intact:

@@ -152,7 +152,7 @@ class Account:
         self.losses = [share.root.item() * (1.0 if self.scaled else share.factor) for share in self.shares]
         return math.fsum(self.losses), math.fsum(share.weight for share in self.shares)
 
-    def settle(self, total: float, weight: float, world: int) -> float:
+    def close(self, total: float, weight: float, world: int) -> float:
         """Take the sums over all ranks and return the mean loss of the step."""
         if self.scaled:
             return total / world

@@ -80,7 +80,7 @@ class ExactSteps(SafeCheckpoints):
         """Fetch the micro-batches of this step by their numbers; the iterator is not read."""
         accumulate, batches = self.args.gradient_accumulation_steps, self._batches
         numbers = batches.numbers(self.state.global_step, accumulate, num_batches)
-        micros = batches.take(numbers)
+        micros = batches.fetch(numbers)
         # The same on every rank, because DDP averages gradients before their weights are known.
         alone = self.args.world_size == 1
         self._account = Account(numbers, None if alone else float(batches.batch_length * accumulate))
@@ -157,7 +157,7 @@ class ExactSteps(SafeCheckpoints):
             guard.stop(group, self.state.global_step, finding, ids)
         if signals:
             self._stop_signal = max(int(number) for number in group.gather(self._signals.received))
-        mean = account.settle(total, weight, group.world)
+        mean = account.close(total, weight, group.world)
         return torch.tensor(mean, dtype=torch.float32, device=self.args.device)
 
     # -- before the update --------------------------------------------------------------------------------------

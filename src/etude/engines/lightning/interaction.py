@@ -93,7 +93,7 @@ class PolicyDatasetInteraction(ExactStepsCallback):
             if owner is None:
                 continue
             if is_overridden("train_dataloader", owner):
-                self._wrap(owner, "train_dataloader", trainer.take_loaders)
+                self._wrap(owner, "train_dataloader", trainer.address_loaders)
         if trainer.datamodule is not None and isinstance(pl_module, LightningPolicy):
             for split, hook in (("validation", "val_dataloader"), ("test", "test_dataloader")):
                 change = functools.partial(with_simulation, trainer.datamodule, trainer, split)

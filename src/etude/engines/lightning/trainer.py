@@ -202,7 +202,7 @@ class Trainer(lightning.Trainer):
             datamodule, train_dataloaders = train_dataloaders, None
         datamodule = as_lightning(datamodule)
         if train_dataloaders is not None:
-            train_dataloaders = self.take_loaders(train_dataloaders)
+            train_dataloaders = self.address_loaders(train_dataloaders)
         lacks = isinstance(module, LightningPolicy) and val_dataloaders is None
         if lacks and datamodule is None:
             val_dataloaders = no_loaders()
@@ -261,7 +261,7 @@ class Trainer(lightning.Trainer):
             return known
         return LightningPolicy(model, self._optimizer)
 
-    def take_loaders(self, loaders: Any) -> CombinedLoader:
+    def address_loaders(self, loaders: Any) -> CombinedLoader:
         """Serve training loaders by place from now on."""
         combined = address(loaders, self)
         for loader in self.addressed:

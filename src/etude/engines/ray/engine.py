@@ -23,7 +23,7 @@ from etude.engines.ray import cluster, worker
 from etude.engines.ray.log_forwarding import Listener, log_levels
 from etude.engines.ray.mailbox import Mailbox
 from etude.engines.ray.outcome import explain_failure, revive
-from etude.engines.ray.shipping import pack, take_weights
+from etude.engines.ray.shipping import pack, restore_weights
 from etude.loop.signals import StopSignals
 from etude.runs.directory import Run, resolve_run
 from etude.types import Result
@@ -152,7 +152,7 @@ class RayEngine:
 
     def _wait(self, fit: Fit, mailbox: Any, signals: StopSignals) -> BaseException | None:
         """Show what the workers say, hand signals to them, and return what Ray found wrong with them, if anything."""
-        listener, told, patience = Listener(), False, time.monotonic() + PATIENCE_S
+        listener, relayed, patience = Listener(), False, time.monotonic() + PATIENCE_S
         fit.start()
         letters = mailbox.collect.remote()
         try:
@@ -161,8 +161,8 @@ class RayEngine:
                     for letter in ray.get(letters):
                         listener.show(*letter)
                     letters = mailbox.collect.remote()
-                if signals.received and not told:
-                    told = True
+                if signals.received and not relayed:
+                    relayed = True
                     mailbox.interrupt.remote(signals.received)
                 if not listener.entered and time.monotonic() > patience:
                     patience = float("inf")
@@ -184,7 +184,7 @@ class RayEngine:
         delivered = outcomes.get(0, {})
         if "result" not in delivered:
             raise explain_failure(failure or RuntimeError("rank 0 gave no result"), self.max_failures)
-        take_weights(trainer, delivered)
+        restore_weights(trainer, delivered)
         result: Result = delivered["result"]
         if directory is None:
             return result

@@ -150,7 +150,7 @@ def collect_weights(session: Session) -> dict[str, Any]:
     return {"spec": spec, "weights": {name: _to_numpy(value) for name, value in weights.items()}}
 
 
-def take_weights(trainer: Trainer, delivered: Mapping[str, Any]) -> None:
+def restore_weights(trainer: Trainer, delivered: Mapping[str, Any]) -> None:
     """Give the driver's policy the trained weights; one that takes its shapes from the data is built first."""
     policy: nn.Module = trainer.policy
     with generators_kept():

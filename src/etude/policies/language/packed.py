@@ -107,19 +107,19 @@ def attend(
     heads, keys, width = q.shape[1], k.shape[1], q.shape[2]
     group, shape = heads // keys, packing.query_SC.shape
     attention: Any = partial(functional.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
-    prompts = (_taken(each, packing.prompt_GP).transpose(1, 2) for each in (q, k, v))
+    prompts = (_picked(each, packing.prompt_GP).transpose(1, 2) for each in (q, k, v))
     first = attention(*prompts, is_causal=True, enable_gqa=group > 1)
     # Heads that share their keys stand behind each other as further queries: no key is copied for them.
-    queries = _taken(q, packing.query_SC).view(*shape, keys, group, width).permute(0, 2, 3, 1, 4)
+    queries = _picked(q, packing.query_SC).view(*shape, keys, group, width).permute(0, 2, 3, 1, 4)
     queries = queries.reshape(shape[0], keys, group * shape[1], width)
-    seen = (_taken(each, packing.key_SK).transpose(1, 2) for each in (k, v))
+    seen = (_picked(each, packing.key_SK).transpose(1, 2) for each in (k, v))
     rest = attention(queries, *seen, attn_mask=packing.bias(group, q.dtype))
     rest = rest.reshape(shape[0], keys, group, shape[1], width).permute(0, 3, 1, 2, 4)
     both = torch.cat((first.transpose(1, 2).reshape(-1, heads * width), rest.reshape(-1, heads * width)))
     return both.index_select(0, packing.place_T).view(1, -1, heads, width), None
 
 
-def _taken(values: Tensor, index: Tensor) -> Tensor:
+def _picked(values: Tensor, index: Tensor) -> Tensor:
     """Return the values (T, heads, D) of some tokens, by rows."""
     flat = values.reshape(values.shape[0], -1)
     return flat.index_select(0, index.reshape(-1)).view(*index.shape, *values.shape[1:])

@@ -25,7 +25,7 @@ from etude.engines.ray import RayEngine
 from etude.engines.ray.cluster import _join
 from etude.engines.ray.log_forwarding import ForwardedDisplay, ForwardedStream, ForwardingHandler, Listener
 from etude.engines.ray.outcome import describe, explain_failure, revive
-from etude.engines.ray.shipping import pack, take_weights, unpack
+from etude.engines.ray.shipping import pack, restore_weights, unpack
 from etude.errors import ConfigError, DataError, Interrupted, MissingExtraError, NonFiniteError, RankError
 from etude.policies import MLP
 from etude.secrets import redact, register_secret
@@ -179,7 +179,7 @@ def test_a_policy_that_was_not_built_becomes_the_trained_one() -> None:
     weights = {name: value.numpy() for name, value in trained.policy.state_dict().items()}
     policy = MLP(hidden=[4])
     draw = torch.get_rng_state()
-    take_weights(Trainer(policy, Digits(), config=config), {"spec": trained.data.spec, "weights": weights})
+    restore_weights(Trainer(policy, Digits(), config=config), {"spec": trained.data.spec, "weights": weights})
     assert torch.equal(torch.get_rng_state(), draw), "nothing is drawn from the driver's generators"
     assert policy.is_built and all(
         torch.equal(v, trained.policy.state_dict()[n]) for n, v in policy.state_dict().items()
