@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from etude.cli.quickstart import POLICIES, StageLog, read_recipe, run_quickstart
-from etude.config import yaml12
 from etude.config.load import load
 from etude.config.restore import load_policy
 from etude.errors import ConfigError
+from etude.reading import yaml12
 from etude.runs.directory import Run
 
 needs_sim = pytest.mark.skipif(find_spec("metaworld") is None, reason="needs etude[sim]")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from etude.config import yaml12
 from etude.errors import ConfigError
 from etude.policies.graph import build_model
+from etude.reading import yaml12
 
 BASE: dict[str, Any] = {
     "schema_version": 1,
