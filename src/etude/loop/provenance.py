@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 import sysconfig
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -16,20 +17,29 @@ from etude.data.fingerprint import describe_change, fingerprint
 if TYPE_CHECKING:
     from etude.trainer import Trainer
 
+log = logging.getLogger("etude")
 
-def describe(trainer: Trainer) -> dict[str, Any]:
+
+def describe_trainer(trainer: Trainer) -> dict[str, Any]:
     """Return hashes of the user's own code behind trainer, policy and algorithm, and what tells the data apart."""
-    policy: list[Any] = [type(module) for module in trainer.policy.modules()]
     algorithm = getattr(trainer.algorithm, "solver", trainer.algorithm)  # the user's own, behind what calls it
-    parts = {
-        "trainer": [type(trainer)],
-        "policy": policy,
-        "algorithm": [algorithm if inspect.isroutine(algorithm) else type(algorithm)],
-    }
-    return {
-        "code": {name: _hashes(objects) for name, objects in parts.items()},
-        "data": fingerprint(trainer.data),
-    }
+    return describe(
+        trainer.data,
+        trainer=[type(trainer)],
+        policy=map(type, trainer.policy.modules()),
+        algorithm=[algorithm if inspect.isroutine(algorithm) else type(algorithm)],
+    )
+
+
+def describe(data: Any, **parts: Iterable[Any]) -> dict[str, Any]:
+    """Return hashes of the user's own code behind each part, and what tells the data apart."""
+    return {"code": {name: _hashes(objects) for name, objects in parts.items()}, "data": fingerprint(data)}
+
+
+def say_changes(before: Any, now: Mapping[str, Any]) -> None:
+    """Say what differs from the session that made a checkpoint; where nothing is described, nothing is said."""
+    for change in changes(before, now) if now else ():
+        log.warning("changed since the last session: %s", change)
 
 
 def changes(before: Any, now: Mapping[str, Any]) -> list[str]:

@@ -96,7 +96,7 @@ class Session:
         self._build_policy()
         self._build_callbacks()
         self._odd = guard.odd_from_the_start(self.policy)
-        self.provenance = provenance.describe(trainer) if group.is_main else {}
+        self.provenance = provenance.describe_trainer(trainer) if group.is_main else {}
         changed: list[str] = []
         if checkpoint is not None:
             state.restore(self, checkpoint)

@@ -24,7 +24,7 @@ def collect(session: Session) -> dict[str, Any]:
         "optimizer": {n: o.state_dict(session.names) for n, o in session.optimizations.items()},
         "session": {
             "progress": session.progress.to_dict(),
-            "meter": {"sums": {k: float(v) for k, v in session.meter.sums.items()}, "weights": session.meter.weights},
+            "meter": session.meter.state_dict(),
             "metrics": session.metrics,
             "best": session.best,
             "evaluated_at": session._evaluated_at,
@@ -90,8 +90,8 @@ def restore(session: Session, tree: dict[str, Any]) -> None:
             part.load_state_dict(tree[name])
     _restore_statistics(session, tree.get("norm_stats"))
     meters = saved.get("meters", [saved["meter"]])
-    meter = meters[session.group.rank] if session.group.rank < len(meters) else {"sums": {}, "weights": {}}
-    session.meter.sums, session.meter.weights = dict(meter["sums"]), dict(meter["weights"])
+    if session.group.rank < len(meters):  # a rank that is new has measured nothing yet
+        session.meter.load_state_dict(meters[session.group.rank])
     session.progress = Progress(**saved["progress"])
     session.metrics = dict(saved["metrics"])
     session.best = saved["best"]

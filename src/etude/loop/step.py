@@ -45,6 +45,14 @@ class Meter:
         self.sums, self.weights = {}, {}
         return {name: s / w for name, s, w in zip(names, sums, weights, strict=True) if w}
 
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Return what was added since the last reading, on this rank."""
+        return {"sums": {name: float(value) for name, value in self.sums.items()}, "weights": dict(self.weights)}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Go on adding where the state was made."""
+        self.sums, self.weights = dict(state["sums"]), dict(state["weights"])
+
 
 @dataclass(frozen=True, slots=True)
 class Totals:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from etude.cli import verify
-from etude.cli.main import main
 from etude.cli.verify import NotReproducibleError, digest_of, hash_parameters, verify_config
 from etude.errors import ConfigError
-from tests.processes import run_forked
 
 CONFIG = "policy: mlp\ndata: digits\n"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
@@ -95,8 +94,10 @@ class Restless(Trainer):
 def test_real_runs_are_compared(config: Path, trainer: str, code: int) -> None:
     config.with_name("restless.py").write_text(PLUGIN)
     config.write_text(f"plugins: [restless.py]\n{CONFIG}trainer: {trainer}\n")
-    words = ["verify", str(config), "--steps", "3", "training.batch_size=8"]  # it starts Python for each of its runs
-    done = run_forked(main, cwd=config.parent, env=ENVIRONMENT, arguments=["etude", *words])
+    command = [sys.executable, "-m", "etude", "verify", str(config), "--steps", "3", "training.batch_size=8"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=ENVIRONMENT, cwd=config.parent, timeout=200
+    )
     assert done.returncode == code, done.stderr
     assert done.stdout.count("tensors after 3 steps") == 2
     assert not (config.parent / "runs").exists()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -19,13 +19,12 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from etude.engines.huggingface import folder
-from etude.errors import CheckpointError, DirectoryInUseError
+from etude.errors import CheckpointError
 from etude.loop import guard
 from etude.loop.distributed import Group
 from etude.loop.optimizers import _is_plain, lay_out_state
 from etude.runs import durable
 from etude.runs.checkpoint import Checkpoint
-from etude.runs.lock import DirectoryLock
 from etude.runs.manifest import MANIFEST_NAME
 from etude.runs.tensor_file import read_tensor_file
 from etude.types.protocols import ORDER_VERSION
@@ -166,21 +165,6 @@ class SafeCheckpoints(transformers.Trainer):
         state = {"policy": self.module.state_dict(), "optimizer": tree.get("optimizer", {})}
         last = next((path for _, path in folder.entries(self.output_dir)), None) if self.group.is_main else None
         guard.require_finite(self.group, self.state.global_step, state, self._odd, last)
-
-    @contextmanager
-    def directory_locked(self) -> Iterator[None]:
-        """Keep other trainings out of the output directory; every rank must call."""
-        fault = None
-        with ExitStack() as stack:
-            if self.group.is_main:
-                try:
-                    stack.enter_context(DirectoryLock(self.output_dir, log.warning))
-                except DirectoryInUseError as error:
-                    fault = str(error)
-            fault = self.group.gather(fault)[0]
-            if fault is not None:
-                raise DirectoryInUseError(fault)
-            yield
 
     # -- resuming -----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from etude.engines.huggingface.batches import NumberedBatches
 from etude.engines.huggingface.checkpoints import SafeCheckpoints
 from etude.engines.huggingface.losses import Account, carries_weight, count_items, weigh
 from etude.errors import Interrupted
-from etude.loop import guard
+from etude.loop import guard, provenance
 from etude.loop.signals import StopSignals
 from etude.loop.step import Meter
 from etude.rng import STREAM_STEP, fold, seed_everything
@@ -31,6 +31,7 @@ class ExactSteps(SafeCheckpoints):
     """A `transformers.Trainer` whose steps depend on nothing but weights, optimizer state, seed and step."""
 
     _batches: NumberedBatches
+    _provenance: Mapping[str, Any]
     _account: Account | None = None
     _stop_signal = 0
     _extra_logs: Mapping[str, float] = {}
@@ -56,6 +57,10 @@ class ExactSteps(SafeCheckpoints):
             num_workers=args.dataloader_num_workers, order_version=self._order_version,
         )  # fmt: skip
         self._batches = NumberedBatches(dataloader, place)
+        self._provenance = (
+            provenance.describe(dataloader, trainer=[type(self)], policy=map(type, self.module.modules()))
+            if self.group.is_main else {}
+        )  # fmt: skip
         return super().set_initial_training_values(args, self._batches)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
@@ -215,10 +220,9 @@ class ExactSteps(SafeCheckpoints):
         super().log(logs, start_time)
 
     def _collect(self) -> dict[str, Any]:
-        meter = {"sums": {k: float(v) for k, v in self._meter.sums.items()}, "weights": self._meter.weights}
         window: dict[str, Any] = {"loss": self._tr_loss.item(), "logged_at": self._globalstep_last_logged}
-        window["meters"] = self.group.gather(meter)
-        return {**super()._collect(), "window": window, "place": self._place()}
+        window["meters"] = self.group.gather(self._meter.state_dict())
+        return {**super()._collect(), "window": window, "place": self._place(), "provenance": self._provenance}
 
     def _place(self) -> dict[str, int]:
         """Return what decides, with the step, which samples and random numbers come next."""
@@ -232,8 +236,9 @@ class ExactSteps(SafeCheckpoints):
         changed = [f"{name} {saved[name]} -> {value}" for name, value in self._place().items() if saved[name] != value]
         if changed and self.group.is_main:
             log.warning("resuming with %s: training goes on, but not bit for bit as it would have", ", ".join(changed))
+        provenance.say_changes(self._resumed.tree.get("provenance"), self._provenance)
         self._tr_loss += window["loss"]
         self._globalstep_last_logged = window["logged_at"]
         meters, rank = window["meters"], self.group.rank
         if rank < len(meters):
-            self._meter.sums, self._meter.weights = dict(meters[rank]["sums"]), dict(meters[rank]["weights"])
+            self._meter.load_state_dict(meters[rank])

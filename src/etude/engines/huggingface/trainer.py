@@ -30,6 +30,7 @@ from etude.engines.huggingface.losses import (
 )
 from etude.engines.huggingface.steps import ExactSteps
 from etude.errors import ConfigError, DataError, EtudeError, Interrupted, ShortRunError, exits_refused
+from etude.loop.locking import locked
 from etude.loop.session import choose_windows
 from etude.loop.signals import StopSignals
 from etude.low_precision import require_low_precision, require_low_precision_of
@@ -268,7 +269,7 @@ class BaseTrainer(ExactSteps):
 
         SIGINT, SIGTERM and SIGHUP save after the step under way and exit with 130, 143 and 129.
         """
-        with StopSignals() as signals, self.directory_locked(), exits_refused(self._reached):
+        with StopSignals() as signals, locked(self.group, self.output_dir), exits_refused(self._reached):
             self._start(signals)
             checkpoint = self.choose_checkpoint(resume_from_checkpoint)
             try:

@@ -6,6 +6,8 @@ import functools
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -21,8 +23,9 @@ from torch.optim import Optimizer
 
 from etude.engines.lightning.checkpoint import SAVED
 from etude.engines.lightning.codec import encode
-from etude.loop import guard
+from etude.loop import guard, provenance
 from etude.loop.distributed import Group
+from etude.loop.locking import locked
 from etude.loop.sharding import local_tensor
 from etude.low_precision import require_low_precision
 from etude.policies.base import specs_of
@@ -49,6 +52,10 @@ class ExactStepsCallback(lightning.Callback):
         self._partial: dict[str, Any] | None = None
         self._names: dict[Any, str] = {}
         self._odd: frozenset[str] = frozenset()
+        self._locks = ExitStack()
+        """Directories that no other training may write meanwhile."""
+        self._provenance: dict[str, Any] = {}
+        self._provenance_before: Any = None
         self._clips = False
         """Whether gradients are looked at when they are clipped, which needs their norm anyway."""
         self.takes_part = False
@@ -75,6 +82,9 @@ class ExactStepsCallback(lightning.Callback):
         """Begin with nothing accumulated."""
         self._weights, self._losses, self._window, self._stepped = [], [], [], False
         self._odd = guard.odd_from_the_start(pl_module)
+        if self.takes_part:
+            self._locks.close()  # of a fit that ended without a word, as trials of the Tuner do
+            self._locks.enter_context(locked(self._group(trainer), *_written_by(trainer)))
         self._clips = self.takes_part and self._guard_clipping(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -88,6 +98,7 @@ class ExactStepsCallback(lightning.Callback):
             return
         self._names = {parameter: name for name, parameter in pl_module.named_parameters()}
         _finish_epoch(trainer)
+        self._note_provenance(trainer, pl_module)
         sizes = [loader.batch_size for loader in trainer.addressed if loader.batch_size]
         self._nominal = float(sizes[0]) if sizes else 1.0
         if self._partial is None:
@@ -114,11 +125,18 @@ class ExactStepsCallback(lightning.Callback):
         if trainer.received_sigterm:
             raise SIGTERMException
 
-    @staticmethod
-    def _restore(trainer: Any, pl_module: Any) -> None:
+    def _restore(self, trainer: Any, pl_module: Any) -> None:
+        self._locks.close()
         if hasattr(vars(pl_module).get("training_step"), "returns_losses"):
             del pl_module.training_step
         vars(trainer.precision_plugin).pop("clip_grad_by_norm", None)
+
+    def _note_provenance(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            data = next(iter(trainer.addressed), None)
+            self._provenance = provenance.describe(data, policy=map(type, pl_module.modules()))
+            provenance.say_changes(self._provenance_before, self._provenance)
+        self._provenance_before = None
 
     # -- seeds --------------------------------------------------------------------------------------------------
 
@@ -236,6 +254,7 @@ class ExactStepsCallback(lightning.Callback):
             return
         self._require_finite(trainer, checkpoint)
         saved: dict[str, Any] = {"seed": trainer.root_seed, "world": trainer.world_size, "specs": specs_of(pl_module)}
+        saved["provenance"] = self._provenance
         if pl_module.automatic_optimization and self._window and not self._stepped:
             if trainer.world_size > 1:
                 log.warning("saved in the middle of an accumulation over several ranks: a resume from here is inexact")
@@ -264,6 +283,7 @@ class ExactStepsCallback(lightning.Callback):
         if saved["world"] != trainer.world_size:
             log.warning("resuming with %d ranks instead of %d: not bit for bit", trainer.world_size, saved["world"])
         self._partial = saved.get("partial")
+        self._provenance_before = saved.get("provenance")
 
 
 def reopen_epoch(loop: dict[str, Any] | None) -> bool:
@@ -315,3 +335,9 @@ def _may_overflow(trainer: Any) -> bool:
     """Tell whether a loss scale will skip the update and try a smaller one; below 1 the numbers are at fault."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler is not None and scaler.get_scale() >= 1.0
+
+
+def _written_by(trainer: Any) -> list[Path]:
+    """Return the directories that checkpoints of a fit go to: known once ModelCheckpoint is set up."""
+    found = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+    return [] if trainer.fast_dev_run else [Path(path) for path in dict.fromkeys(found) if path]

@@ -20,7 +20,7 @@ from etude.engines.huggingface import folder
 from etude.errors import CheckpointError, DirectoryInUseError
 from etude.runs.lock import DirectoryLock
 from tests.processes import kill, reap, spawn, wait_for_step
-from tests.unit.engines.huggingface.parts import ACTPolicy, make, same, weights
+from tests.unit.engines.huggingface.parts import ACTPolicy, Steady, make, same, weights
 
 
 def trained(directory: Path, **options: Any) -> Any:
@@ -222,3 +222,20 @@ def test_a_second_training_in_the_output_directory_is_refused(tmp_path: Path) ->
         trained(tmp_path)
     assert not list(tmp_path.glob("checkpoint-*"))
     trained(tmp_path)
+
+
+def test_data_and_code_that_changed_since_a_checkpoint_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path)
+    make(tmp_path, max_steps=4).train(resume_from_checkpoint=True)
+    assert "changed since" not in caplog.text
+
+    class Other(Steady):
+        pass
+
+    other = make(tmp_path, Other, max_steps=4)
+    other.get_train_dataloader().dataset.x += 1
+    other.train(resume_from_checkpoint=True)
+    assert "changed since the last session: the code of the trainer (" in caplog.text
+    assert "changed since the last session: the data has other content, or another order" in caplog.text

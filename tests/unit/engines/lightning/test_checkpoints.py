@@ -18,7 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from etude.engines.lightning import load_checkpoint
 from etude.engines.lightning.checkpoint import SafeCheckpointIO
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, DirectoryInUseError
+from etude.runs.lock import DirectoryLock
 from tests.processes import kill, reap, spawn, wait_for
 from tests.unit.engines.lightning.parts import Module, Net, loader, make, same, saved, weights
 
@@ -179,3 +180,20 @@ def test_the_last_checkpoint_is_found_by_name(tmp_path: Path) -> None:
     trainer.fit(policy, loader(), ckpt_path="last")
     assert same(weights(whole), weights(policy))
     assert len(saved(tmp_path)) >= 12
+
+
+def test_a_second_training_into_the_same_checkpoints_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path, {"every_n_train_steps": 1}, max_steps=2)
+    with DirectoryLock(tmp_path / "saved"), pytest.raises(DirectoryInUseError, match=f"process {os.getpid()} "):
+        trainer.fit(Net(), loader())
+    assert not list((tmp_path / "saved").glob("*.ckpt"))
+    make(tmp_path, {"every_n_train_steps": 1}, max_steps=2).fit(Net(), loader())
+    assert not (tmp_path / "saved" / ".lock").exists()
+
+
+def test_data_that_changed_since_a_checkpoint_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make(tmp_path, {"every_n_train_steps": 1}, max_steps=2).fit(Net(), loader())
+    make(tmp_path, max_steps=3).fit(Net(), loader(), ckpt_path=tmp_path / "saved")
+    assert "changed since" not in caplog.text
+    make(tmp_path, max_steps=3).fit(Net(), loader(samples=21), ckpt_path=tmp_path / "saved")
+    assert "changed since the last session: the data has 21 samples instead of 22" in caplog.text
