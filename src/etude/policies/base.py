@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -174,14 +175,8 @@ class PolicyModule(nn.Module, Executing):
         """Return actions in the data's units, (B, H, *action_shape), the first one for now."""
         self.require_built()
         observation = self.observations(batch)
-        was_training = self.training
-        if was_training:
-            self.eval()
-        try:
+        with evaluating(self):
             actions = self.sample_actions(self.normalizer.normalize(observation))
-        finally:
-            if was_training:
-                self.train()
         actions = actions.reshape(*actions.shape[:2], *self.action_shape)
         return self.normalizer.unnormalize_action(actions)
 
@@ -306,3 +301,16 @@ def masked_loss(
     if per_sample_B is not None:
         total = total + (per_sample_B * valid_BH.sum(1)).sum()
     return Loss(total, weight, metrics or {})
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off for a while; parts that were in another mode than the whole come back as they were."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from etude.errors import CheckpointError, ConfigError, as_path
 from etude.low_precision import require_low_precision_of
+from etude.policies.base import evaluating
 from etude.policies.language import layers, llama
 from etude.policies.language.decoder import CachedDecoder, Decoder
 from etude.policies.language.generation import GenerationStats, Generator
@@ -337,7 +338,7 @@ class LanguageModel(nn.Module):
         """
         with torch.no_grad():
             if self.is_lora:
-                with _evaluating(self), self.model.disable_adapter():
+                with evaluating(self), self.model.disable_adapter():
                     yield self
             else:
                 yield self._frozen_copy()
@@ -421,25 +422,12 @@ class LanguageModel(nn.Module):
             max_rows=self.max_rows,
         )
         self.stats = GenerationStats()
-        with _evaluating(self.model):
+        with evaluating(self.model):
             return generator.run(tokens, sampling, n, range(len(tokens)) if keys is None else keys, self.stats)
 
     def _decoder(self) -> Decoder:
         causal = self.causal
         return llama.LlamaDecoder(causal) if llama.can_decode(causal) else CachedDecoder(causal)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off for a while; parts that were in another mode than the whole come back as they were."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _place(values_N: Tensor, layout: Layout) -> Tensor:
