@@ -127,6 +127,7 @@ def _as_program(
     sys.argv = list(arguments)
     warnings.resetwarnings()
     warnings.simplefilter("error")
+    sys.modules.pop("etude.engines.lightning", None)  # it silences a warning of Lightning's when it is imported
     work()
 
 

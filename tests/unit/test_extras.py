@@ -11,7 +11,8 @@ from etude.lazy import lazily
 
 def test_an_absent_package_comes_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert import_extra("json.decoder", "sim").__name__ == "json.decoder"
-    monkeypatch.setitem(sys.modules, "mujoco", None)
+    for module in ("mujoco", "mujoco.egl"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=r"^mujoco cannot be imported .*; run: pip install 'etude\[sim\]'$"):
         import_extra("mujoco.egl", "sim")
 
