@@ -156,7 +156,8 @@ class Clock(Curve):
         self._before = now
 
 
-TRL_ROUNDS = 5
+TRL_ROUNDS = {"tiny": 5, "smollm2": 3}
+"""A round of SmolLM2 takes 90 s."""
 
 
 def compare_with_trl(model: str, steps: int, goal: float) -> bool | None:
@@ -168,7 +169,7 @@ def compare_with_trl(model: str, steps: int, goal: float) -> bool | None:
         print(f"{model}: no comparison with TRL; name a Python that has trl 1.16 in ETUDE_TRL_PYTHON", flush=True)
         ours = step_costs(model, steps)
     else:
-        rounds = [(step_costs(model, steps), trl.step_costs(model, steps)) for _ in range(TRL_ROUNDS)]
+        rounds = [(step_costs(model, steps), trl.step_costs(model, steps)) for _ in range(TRL_ROUNDS[model])]
         ours = min((one for one, _ in rounds), key=lambda found: found["cpu"])
         theirs = min((other for _, other in rounds), key=lambda found: found["cpu"])
     training = ours["step"] - ours["generate"] - ours["reward"] - ours["prepare"]
