@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from etude.errors import ConfigError
+from etude import errors
+from etude.errors import ConfigError, EtudeError
 
 # Long enough for a slow rank to load its data; a rank that hangs is found by the watchdog long before.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -88,6 +90,23 @@ class Group:
         texts = [torch.zeros_like(padded) for _ in range(self.world)]
         dist.all_gather(texts, padded)
         return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, sizes, strict=True)]
+
+    def ask_main(self, work: Callable[[], Any]) -> Any:
+        """Return on every rank what a function returns, as JSON, on rank 0, where alone it is called.
+
+        An error of ours that it raises is raised on every rank, as the kind that `etude.errors` knows.
+        """
+        found: list[Any] = [None, None, None]
+        if self.is_main:
+            try:
+                found[0] = work()
+            except EtudeError as error:
+                known = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+                found[1:] = [known.__name__, str(error)]
+        value, kind, fault = self.gather(found)[0]
+        if kind is not None:
+            raise getattr(errors, kind)(fault)
+        return value
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

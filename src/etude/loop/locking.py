@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from etude.errors import DirectoryInUseError
 from etude.loop.distributed import Group
 from etude.runs.lock import DirectoryLock
 
@@ -17,15 +16,11 @@ log = logging.getLogger("etude")
 @contextmanager
 def locked(group: Group, *directories: Path) -> Iterator[None]:
     """Keep other trainings out of directories: rank 0 locks them, and all ranks learn why it cannot."""
-    fault = None
     with ExitStack() as stack:
-        if group.is_main:
-            try:
-                for directory in directories:
-                    stack.enter_context(DirectoryLock(directory, log.warning))
-            except DirectoryInUseError as error:
-                fault = str(error)
-        fault = group.gather(fault)[0]
-        if fault is not None:
-            raise DirectoryInUseError(fault)
+
+        def lock() -> None:
+            for directory in directories:
+                stack.enter_context(DirectoryLock(directory, log.warning))
+
+        group.ask_main(lock)
         yield

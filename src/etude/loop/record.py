@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude import errors
-from etude.errors import CheckpointError, EtudeError, Interrupted
+from etude.errors import CheckpointError, Interrupted
 from etude.loop.distributed import Group
 from etude.runs.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from etude.runs.directory import Run, plain_config, resolve_run
@@ -74,21 +73,18 @@ class Record:
     def _lock_directory(self, request: Any) -> Path:
         """Choose the directory and lock it, on rank 0; every rank learns which it is, or why it cannot be had."""
         trainer = self.trainer
-        found: list[str | None] = [None, None, None]
-        if self.group.is_main:
+
+        def lock() -> str:
+            directory = Path(trainer.run_root)
             try:
-                chosen = resolve_run(request, root=trainer.run_root, name=trainer.name, resume=self.resume).dir
-                found[0] = str(chosen)
-                self._lock = DirectoryLock(chosen, self._warn)
+                directory = resolve_run(request, root=trainer.run_root, name=trainer.name, resume=self.resume).dir
+                self._lock = DirectoryLock(directory, self._warn)
                 self._lock.acquire()
-            except EtudeError as error:
-                found[1:] = [type(error).__name__, str(error)]
             except OSError as error:
-                found[1:] = ["CheckpointError", unwritable(error, found[0] or trainer.run_root)]
-        directory, kind, fault = self.group.gather(found)[0]
-        if fault is not None:
-            raise getattr(errors, kind or "EtudeError")(fault)
-        return Path(directory)
+                raise CheckpointError(unwritable(error, directory)) from error
+            return str(directory)
+
+        return Path(self.group.ask_main(lock))
 
     def __exit__(self, *_: object) -> None:
         self.loggers.close()
@@ -105,23 +101,19 @@ class Record:
         """Return the state to go on from, verified: the newest good one, the one named, or None to start afresh."""
         if str(resume) == "never" or (self.store is None and str(resume) == "auto"):
             return None
-        found: list[str | None] = [None, None]
-        checkpoint: Checkpoint | None = None
-        if self.group.is_main:
+        loaded: list[Checkpoint] = []
+
+        def look() -> str | None:
             try:
-                checkpoint = self._load(resume)
-                found = [str(checkpoint.path), None]
+                loaded.append(self._load(resume))
             except FileNotFoundError:
-                pass
-            except CheckpointError as error:
-                found = [None, str(error)]
-        path, error_text = self.group.gather(found)[0]
-        if error_text:
-            raise CheckpointError(error_text)
+                return None
+            return str(loaded[0].path)
+
+        path = self.group.ask_main(look)
         if path is None:
             return None
-        if checkpoint is None:
-            checkpoint = read_checkpoint(Path(path))
+        checkpoint = loaded[0] if loaded else read_checkpoint(Path(path))
         if self.group.is_main:
             self._tell(f"resuming from {checkpoint.path} at step {checkpoint.step}")
         return checkpoint.tree

@@ -175,21 +175,17 @@ class SafeCheckpoints(transformers.Trainer):
         """
         self._resumed = None
         self._odd = guard.odd_from_the_start(self.module)
-        found: list[Any] = [None, None]
-        if self.group.is_main:
+
+        def look() -> str | None:
             durable.remove_leftovers(self.output_dir)
-            try:
-                self._resumed = _find(resume, self.output_dir) if resume else None
-                folder.set_aside(self.output_dir, self._resumed.step if self._resumed else 0)
-                found = [str(self._resumed.path) if self._resumed else None, None]
-            except CheckpointError as error:
-                found = [None, str(error)]
-        path, fault = self.group.gather(found)[0]
-        if fault:
-            raise CheckpointError(fault)
+            self._resumed = _find(resume, self.output_dir) if resume else None
+            folder.set_aside(self.output_dir, self._resumed.step if self._resumed else 0)
+            return str(self._resumed.path) if self._resumed else None
+
+        path: str | None = self.group.ask_main(look)
         if path is not None and self._resumed is None:
             self._resumed = folder.read(Path(path))
-        return None if path is None else str(path)
+        return path
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         model = self.module if model is None else model
