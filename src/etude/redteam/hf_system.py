@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.errors import ConfigError
+from etude.policies.base import evaluating
 from etude.policies.language.locate import locate_model
 from etude.policies.language.model import LanguageModel
 from etude.policies.language.sampling import Sampling
@@ -183,13 +184,9 @@ class HFASTSystem(ASTSystem, ValueFunctionSystem):
         scale = self.auditor_sampling.scale
         if self.baseline is not None:
             return self._log_probs(self.baseline, context, continuation, scale)[0]
-        mode = self.auditor.training
-        self.auditor.eval()  # dropout has no place in a reference, which with LoRA is this very model
-        try:
-            with self.auditor.reference() as reference:
-                return self._log_probs(reference, context, continuation, scale)[0]
-        finally:
-            self.auditor.train(mode)
+        # Dropout has no place in a reference, which with LoRA is this very model.
+        with evaluating(self.auditor), self.auditor.reference() as reference:
+            return self._log_probs(reference, context, continuation, scale)[0]
 
     def value(self, context: Sequence[Text], continuation: Sequence[Text]) -> Tensor:
         """Return the value before each token of the continuation, by the auditor's value head."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from etude.errors import ConfigError, RolloutError
+from etude.policies.base import evaluating
 from etude.rng import STREAM_ROLLOUT, fold
 from etude.rollouts.graph import Graph
 from etude.rollouts.harness import Harness
@@ -66,11 +67,9 @@ class Experience:
 
     def take(self, step: int) -> Rollouts:
         """Collect this rank's rollouts of a step: trees, which stay trees because solvers flatten them themselves."""
-        place, mode = self.place, self._policy.training
-        self._policy.eval()
-        with timed(self.timings, "rollout"), torch.no_grad():
+        place = self.place
+        with timed(self.timings, "rollout"), torch.no_grad(), evaluating(self._policy):
             graphs = self.harness.collect(fold(place.seed, STREAM_ROLLOUT, step), (place.rank, place.world))
-        self._policy.train(mode)
         rewards = [node.reward for graph in graphs for node in graph.nodes()]
         episodes = len(graphs) + self.harness.failures
         self.metrics = {"rollout/failed": (self.harness.failures / max(1, episodes), float(episodes))}
@@ -141,12 +140,10 @@ class SolverAlgorithm:
     def experience(self, policy: nn.Module, graphs: Sequence[Graph], *, rows: int | None = None) -> Updates:
         """Make batches of rollouts, and updates of them and of those that waited; ranks call together."""
         session = self._session
-        place, step, mode = session.place, session.progress.step, policy.training
-        policy.eval()
-        with torch.no_grad():
+        place, step = session.place, session.progress.step
+        with torch.no_grad(), evaluating(policy):
             cut = self.harness.cut(graphs, fold(place.seed, STREAM_ROLLOUT, step), place.rank)
             batches = [Samples(self.solver.collate_fn(samples), len(samples)) for samples in cut]
-        policy.train(mode)
         waiting, size, total = self._waiting + batches, place.accumulate, session.total_steps
         whole = len(waiting) // size * size
         groups = [waiting[first : first + size] for first in range(0, whole, size)]

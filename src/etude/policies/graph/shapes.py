@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from etude.policies.base import evaluating
 from etude.policies.graph.model import GraphModel
 from etude.policies.graph.objects import placed
 from etude.policies.graph.schema import Input
@@ -71,10 +72,8 @@ def _example(one: Input, sizes: dict[str, int], device: str) -> Any:
 
 def _materialise(model: GraphModel, sizes: dict[str, int]) -> None:
     """Give lazy modules their weights, by a call in evaluation mode."""
-    was_training = model.training
-    with torch.no_grad():
-        model.eval()(*[_example(one, sizes, "cpu") for one in model.plan.inputs])
-    model.train(was_training)
+    with torch.no_grad(), evaluating(model):
+        model(*[_example(one, sizes, "cpu") for one in model.plan.inputs])
 
 
 def _on_meta(model: GraphModel) -> GraphModel | None:
