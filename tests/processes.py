@@ -157,6 +157,6 @@ def wait_for_step(directory: Path, step: int, timeout_s: float = 120.0) -> None:
 
 
 def newest_step(directory: Path) -> int:
-    """Return the highest step among a directory's `checkpoint-5` or `step-00000005`, and -1 where there is none."""
+    """Return the highest step among a directory's `checkpoint-5` or `step-00000005`, and 0 where there is none."""
     names = (path.name for path in directory.glob("*-*"))
-    return max((int(name.split("-")[1]) for name in names if re.fullmatch(r"(checkpoint|step)-\d+", name)), default=-1)
+    return max((int(name.split("-")[1]) for name in names if re.fullmatch(r"(checkpoint|step)-\d+", name)), default=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import sys
 import time
@@ -21,7 +20,7 @@ from torch import Tensor
 from tests.contract.subjects import Subject, train
 from tests.crash.harness import compare
 from tests.crash.workload import WeightedTrainer
-from tests.processes import kill, reap, spawn
+from tests.processes import kill, newest_step, reap, spawn
 
 STEPS = 40
 LIMIT_S = 240.0
@@ -48,25 +47,17 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def _saved(checkpoints: Path) -> int:
-    """Return the newest step that is saved, by the name of its folder."""
-    names = os.listdir(checkpoints) if checkpoints.is_dir() else []
-    return max(
-        (int(found[1]) for name in names if (found := re.fullmatch(r"(?:step|checkpoint)-(\d+)", name))), default=0
-    )
-
-
 def _kill_again_and_again(
     start: Start, victims: Choose, checkpoints: Path, kills: int, rng: random.Random
 ) -> int:  # fmt: skip
     """Kill a run at random instants of its length, going on each time; return how often that found someone alive."""
     done = 0
     for _ in range(kills):
-        before = _saved(checkpoints)
+        before = newest_step(checkpoints)
         target = min(before + rng.randint(1, max(2, (STEPS - before) // 2)), STEPS - 1)
         pids = start()
         deadline = time.monotonic() + LIMIT_S
-        while _saved(checkpoints) < target and all(map(_is_alive, pids)) and time.monotonic() < deadline:
+        while newest_step(checkpoints) < target and all(map(_is_alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(rng.uniform(0.0, 0.1))
         chosen = [pid for pid in victims(pids, rng) if _is_alive(pid)]
@@ -129,7 +120,7 @@ def _base_trainer(folder: Path) -> None:
 
     torch.set_num_threads(1)
     trainer = make(folder, save_strategy="steps", save_steps=1, num_train_epochs=-(-STEPS // 3), max_steps=STEPS)
-    trainer.train(resume_from_checkpoint=_saved(folder) > 0)
+    trainer.train(resume_from_checkpoint=newest_step(folder) > 0)
     if trainer.is_world_process_zero():
         save_file(weights(trainer), folder / "end.safetensors")
 
