@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from etude.errors import ConfigError
 from etude.reading import yaml12
@@ -25,7 +25,7 @@ def compose(path: str | os.PathLike[str] | None, overrides: Sequence[str], diale
     elif "\0" in os.fspath(path):
         raise ConfigError(f"no such file: {os.fspath(path)!r}")
     else:
-        layer = _Composer(dialect).file(dialect.locate(os.fspath(path)), "")
+        layer = _Composer(dialect).files.file(dialect.locate(os.fspath(path)), "")
     dialect.complete(layer)
     for text in overrides:
         _override(layer, text)
@@ -34,15 +34,23 @@ def compose(path: str | os.PathLike[str] | None, overrides: Sequence[str], diale
     return layer
 
 
-class _Composer:
-    """Reads each file once; a file that several others build on is not composed anew for each."""
+T = TypeVar("T")
 
-    def __init__(self, dialect: Dialect[Any]) -> None:
-        self.dialect = dialect
-        self.done: dict[str, Layer] = {}
+
+class EachFileOnce(Generic[T]):
+    """Composes files that build on each other: each once, however many others name it, and none in a circle.
+
+    Args:
+        compose: Makes something of a file, given its path and the head of errors about where it was named.
+    """
+
+    def __init__(self, compose: Callable[[str, str], T]) -> None:
+        self.compose = compose
+        self.done: dict[str, T] = {}
         self.under_way: list[str] = []
 
-    def file(self, path: str, named_at: str) -> Layer:
+    def file(self, path: str, named_at: str) -> T:
+        """Return what a file and those it builds on come to."""
         real = os.path.realpath(os.path.expanduser(path))
         if real in self.under_way:
             cycle = " -> ".join(map(os.path.basename, [*self.under_way[self.under_way.index(real) :], real]))
@@ -51,9 +59,15 @@ class _Composer:
             if len(self.under_way) >= yaml12.MAX_DEPTH:
                 raise ConfigError(f"{named_at}defaults nested more than {yaml12.MAX_DEPTH} files deep")
             self.under_way.append(real)
-            self.done[real] = self._compose(path, named_at)
+            self.done[real] = self.compose(path, named_at)
             self.under_way.pop()
         return self.done[real]
+
+
+class _Composer:
+    def __init__(self, dialect: Dialect[Any]) -> None:
+        self.dialect = dialect
+        self.files = EachFileOnce(self._compose)
 
     def _compose(self, path: str, named_at: str) -> Layer:
         own = self.dialect.normalize(read_file(path, named_at, self.dialect.nearest), os.path.dirname(path))
@@ -74,7 +88,7 @@ class _Composer:
             base = os.path.normpath(
                 self.dialect.locate(os.path.expanduser(entry), os.path.dirname(path), f"{origin}: ")
             )
-            layers.append(self.file(base, f"{origin}: "))
+            layers.append(self.files.file(base, f"{origin}: "))
         return reduce(_merge, [*layers, own])
 
 

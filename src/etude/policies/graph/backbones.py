@@ -108,7 +108,7 @@ def _make(model: str, configuration: str, config: dict[str, Any], options: dict[
     known = kind().to_dict()
     stray = next((key for key in config if key not in known), None)
     if stray is not None:
-        from etude.policies.graph.reading import did_you_mean
+        from etude.reading.suggest import did_you_mean
 
         raise ConfigError(f"config: {configuration} has no {stray!r}{did_you_mean(stray, known)}")
     return getattr(library, model)(kind(**config), **options)

@@ -9,9 +9,9 @@ from typing import Any, Final
 from torch import nn
 
 from etude.errors import RegistryError
-from etude.policies.graph.reading import did_you_mean
 from etude.policies.graph.schema import Settings
 from etude.policies.graph.tree import Item
+from etude.reading.suggest import did_you_mean
 from etude.registry import Registry, is_plugin_file, load_plugins
 
 _BLOCKS = "etude.policies.graph.blocks"

@@ -12,8 +12,8 @@ import re
 from typing import Any
 
 from etude.errors import ConfigError
-from etude.policies.graph.reading import did_you_mean
 from etude.policies.graph.tree import Budget, Item, Place, from_plain, path_text
+from etude.reading.suggest import did_you_mean
 from etude.secrets import register_secret
 
 MAX_TEXT = 1 << 20

@@ -9,8 +9,8 @@ modules are made, and so their weights. Lists and plain values are replaced, unl
 
 from __future__ import annotations
 
-from etude.policies.graph.reading import did_you_mean
 from etude.policies.graph.tree import Budget, Item, kind
+from etude.reading.suggest import did_you_mean
 
 _WAYS = ("replace", "append", "prepend", "keyed")
 

@@ -19,9 +19,9 @@ from torch import nn
 from etude.errors import ConfigError
 from etude.policies.graph.objects import check_call, literal, placed
 from etude.policies.graph.operations import OPERATIONS
-from etude.policies.graph.reading import did_you_mean
 from etude.policies.graph.schema import Graph, Input, Node
 from etude.policies.graph.tree import Item
+from etude.reading.suggest import did_you_mean
 
 
 class Step(NamedTuple):

@@ -11,9 +11,9 @@ from torch import nn
 
 from etude.errors import ConfigError
 from etude.policies.graph.components import find_component
-from etude.policies.graph.reading import did_you_mean
 from etude.policies.graph.schema import Settings
 from etude.policies.graph.tree import Item, Place
+from etude.reading.suggest import did_you_mean
 
 _RESERVED = ("_type_", "_target_", "_args_", "_kwargs_")
 

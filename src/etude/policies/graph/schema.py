@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.policies.graph.reading import did_you_mean
 from etude.policies.graph.tree import Item, Place, kind
+from etude.reading.suggest import did_you_mean
 
 TOP = ("schema_version", "settings", "defaults", "imports", "templates", "model")
 RETURNS = ("single", "tuple", "dict")

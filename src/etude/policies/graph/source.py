@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from etude.errors import ConfigError, as_path
-from etude.policies.graph import reading
 from etude.policies.graph.merge import merge
 from etude.policies.graph.tree import Item, Place, from_plain, kind, path_text
+from etude.reading import yaml12
+from etude.reading.compose import EachFileOnce
 
 
 def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Item:
@@ -19,32 +20,18 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Item:
         if "defaults" in item.value:
             raise item.value["defaults"].place.error("files to build on belong in a file; merge dictionaries yourself")
         return merge(None, item)
-    return _Files().read(str(as_path(source, "the file of a model").expanduser()), None)
+    path = str(as_path(source, "the file of a model").expanduser())
+    if "\0" in path:
+        raise ConfigError(f"cannot read {path!r}: embedded null byte")
+    return _Composer().files.file(path, "")
 
 
-class _Files:
-    """Reads each file once, and notices circles."""
-
+class _Composer:
     def __init__(self) -> None:
-        self.done: dict[str, Item] = {}
-        self.under_way: list[str] = []
+        self.files = EachFileOnce(self._compose)
 
-    def read(self, path: str, named_at: Place | None) -> Item:
-        real = os.path.realpath(path) if "\0" not in path else path
-        before = f"{named_at}: " if named_at else ""
-        if real in self.under_way:
-            circle = " -> ".join(map(os.path.basename, [*self.under_way[self.under_way.index(real) :], real]))
-            raise ConfigError(f"{before}defaults go round in a circle: {circle}; remove one of them")
-        if real not in self.done:
-            if len(self.under_way) >= reading.MAX_DEPTH:
-                raise ConfigError(f"{before}defaults nested more than {reading.MAX_DEPTH} files deep")
-            self.under_way.append(real)
-            self.done[real] = self._compose(path, before)
-            self.under_way.pop()
-        return self.done[real]
-
-    def _compose(self, path: str, before: str) -> Item:
-        own = _read_file(path, before)
+    def _compose(self, path: str, named_at: str) -> Item:
+        own = _read_file(path, named_at)
         entries = own.value.pop("defaults", None)
         base: Item | None = None
         for entry in entries.listed("defaults") if entries is not None else ():
@@ -52,7 +39,7 @@ class _Files:
             if isinstance(entry.value, dict) and len(entry.value) == 1:
                 (named,) = entry.value.values()
             name = os.path.expanduser(named.text("a file to build on"))
-            base = merge(base, self.read(locate(name, path, named.place), named.place))
+            base = merge(base, self.files.file(locate(name, path, named.place), f"{named.place}: "))
         return merge(base, own)
 
 
@@ -68,23 +55,23 @@ def locate(name: str, file: str, place: Place) -> str:
     raise place.error(f"there is {'neither' if ' nor ' in tried else 'no'} {tried}")
 
 
-def _read_file(path: str, before: str) -> Item:
+def _read_file(path: str, named_at: str) -> Item:
     try:
         with open(path, "rb") as file:
-            data = file.read(reading.MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
+            data = file.read(yaml12.MAX_BYTES + 1)
+    except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
-        raise ConfigError(f"{before}cannot read {path!r}: {reason}") from None
+        raise ConfigError(f"{named_at}cannot read {path!r}: {reason}") from None
     try:
-        document = reading.read(reading.read_bytes(data))
-    except reading.ReadError as error:
-        raise reading.as_config_error(error, path) from None
+        document = yaml12.read(yaml12.read_bytes(data))
+    except yaml12.ReadError as error:
+        raise yaml12.as_config_error(error, path) from None
     if not isinstance(document.value, dict):
         raise ConfigError(f"{path}:1:1: a model's file is a mapping of keys to values, not {kind(document.value)}")
     return _located(document.value, (), path, document.marks, (1, 1))
 
 
-def _located(value: Any, at: tuple[str | int, ...], file: str, marks: Mapping[Any, Any], mark: reading.Mark) -> Item:
+def _located(value: Any, at: tuple[str | int, ...], file: str, marks: Mapping[Any, Any], mark: yaml12.Mark) -> Item:
     # What an alias stands for has no marks of its own: it is where the alias is.
     mark = marks.get(at, mark)
     place = Place(file, *mark, path_text(at))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.errors import ConfigError
-from etude.policies.graph.reading import MAX_DEPTH, MAX_NODES, did_you_mean
+from etude.reading.suggest import did_you_mean
+from etude.reading.yaml12 import MAX_DEPTH, MAX_NODES
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """What modules, nodes and values may be called."""
