@@ -17,6 +17,7 @@ REASONS = {
 """What a machine or a selection may lack, and why that is no mistake. A reason is matched as a whole."""
 
 OPTIONAL = {
+    "components": ["geomloss", "h5py", "schedulefree"],
     "dev": ["sklearn"],
     "hf": ["transformers"],
     "lightning": ["lightning"],

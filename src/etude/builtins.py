@@ -9,6 +9,7 @@ BUILTINS: Final[dict[str, dict[str, str]]] = {
     "policies": {
         "act": "policies.act:ACT",
         "actor_critic": "policies.actor_critic:ActorCritic",
+        "components": "policies.components:ComponentPolicy",
         "diffusion": "policies.diffusion:Diffusion",
         "flow": "policies.flow:FlowMatching",
         "language": "policies.language.build:language_model",
@@ -17,7 +18,9 @@ BUILTINS: Final[dict[str, dict[str, str]]] = {
     "data": {
         "digits": "data.digits:Digits",
         "environment_rollouts": "rollouts.explore:EnvironmentRollouts",
+        "episodic_dataset_factory": "data.episodic:EpisodicDatasetFactory",
         "lerobot": "data.module:LeRobotDataModule",
+        "lerobot_dataset_factory": "data.lerobot.factory:LeRobotDatasetFactory",
         "rollouts": "rollouts.text:TextRollouts",
         "text": "data.text:TextData",
     },
@@ -45,6 +48,17 @@ BUILTINS: Final[dict[str, dict[str, str]]] = {
         "sft": "algorithms.sft:SFT",
         "simpo": "algorithms.preference:SimPO",
     },
+    "losses": {
+        "l2_loss": "algorithms.component_losses:L2Loss",
+        "load_balancing": "algorithms.component_losses:LoadBalancing",
+        "router_z_loss": "algorithms.component_losses:RouterZLoss",
+        "sinkhorn_knopp": "algorithms.component_losses:SinkhornKnopp",
+    },
+    "optimizers": {
+        "adamw_cosine_schedule": "loop.component_optimizers:AdamWOneCycle",
+        "adamw_warmup_cosine_decay": "loop.component_optimizers:AdamWWarmupCosineDecay",
+        "schedule_free_radam": "loop.component_optimizers:ScheduleFreeRAdam",
+    },
     "loggers": {
         "tensorboard": "runs.loggers:TensorBoardLogger",
         "wandb": "runs.loggers:WandbLogger",
@@ -70,6 +84,14 @@ BUILTINS: Final[dict[str, dict[str, str]]] = {
     "rewards": {
         "contains_answer": "rollouts.rewards:contains_answer",
         "exact_match": "rollouts.rewards:exact_match",
+    },
+    "trainers": {
+        "cfg_vqvae_flow_matching_trainer": "algorithms.components.guided:GuidedCodeFlow",
+        "mutual_information_estimator_trainer": "algorithms.components.information:MutualInformation",
+        "naive_flow_matching_policy_trainer": "algorithms.components.naive:NaiveFlowMatching",
+        "trainer": "trainer:Trainer",
+        "variational_flow_matching_policy_trainer": "algorithms.components.mixture:VariationalFlow",
+        "vfp_single_expert_trainer": "algorithms.components.single_expert:SingleExpertFlow",
     },
 }
 TORCH_OPTIMIZERS: Final[dict[str, str]] = {

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from etude.config.training import EarlyStopping
+from etude.types.duration import Duration, Progress
 
 if TYPE_CHECKING:
     from etude.runs.progress import ProgressDisplay
@@ -49,6 +50,28 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned."""
+
+
+class EvaluateEvery(Callback):
+    """Base of callbacks that measure the policy every so often and at the end: override `evaluate`, run by rank 0."""
+
+    def __init__(self, every: int | str) -> None:
+        self.every = Duration.parse(every)
+        self._before = Progress()
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Remember where training goes on from."""
+        self._before = trainer.progress
+
+    def on_step_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Evaluate when it is due, and after the last step."""
+        before, self._before = self._before, trainer.progress
+        if self.every.due(before, self._before) or trainer.session.finished:
+            trainer.session.measure(lambda: self.evaluate(trainer) if trainer.rank == 0 else {})
+
+    def evaluate(self, trainer: Trainer) -> Mapping[str, float]:
+        """Return the metrics to log."""
+        raise NotImplementedError
 
 
 class CallbackGroup:

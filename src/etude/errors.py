@@ -43,6 +43,12 @@ class RegistryError(ConfigError):
     """A registry key is unknown, taken, or its class does not fit."""
 
 
+def no_place(error: OSError, place: Path | str = "") -> ConfigError:
+    """Return the error for a place that was named to be written, and that the system refuses."""
+    name = os.fsdecode(error.filename or place)
+    return ConfigError(f"cannot use {name}: {error.strerror}; make it writable, or name another place")
+
+
 class DataError(EtudeError):
     """Data is missing, malformed, or ended too early."""
 

@@ -18,7 +18,7 @@ def lazily(
 
     Args:
         package: Its name.
-        homes: The names that each of its modules has.
+        homes: The names that each of its modules has; `..room.module` is one of another room.
         needs: Packages that all of them need, with the extra that brings each.
     """
     home_of = {name: home for home, names in homes.items() for name in names}
@@ -29,7 +29,7 @@ def lazily(
         for needed, extra in (needs or {}).items():
             if find_spec(needed) is None:
                 raise MissingExtraError(f"{name} needs {needed}; run: pip install 'etude[{extra}]'")
-        value = getattr(import_module(f"{package}.{home_of[name]}"), name)
+        value = getattr(import_module(f".{home_of[name]}", package), name)
         setattr(sys.modules[package], name, value)
         return value
 

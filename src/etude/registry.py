@@ -12,7 +12,6 @@ A registry maps keys to classes (or functions) that fit what it is a registry of
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from etude.builtins import BUILTINS, TORCH_OPTIMIZERS
 from etude.errors import MissingExtraError, RegistryError
 from etude.extras import EXTRAS
+from etude.plugins import import_plugin
 from etude.reading.suggest import did_you_mean
 from etude.signatures.fit import missing_of
 from etude.types import protocols
@@ -92,14 +92,12 @@ class Registry(Generic[T]):
         self.entry_point_group = entry_point_group or f"etude.{name}"
         self.supplied = frozenset(supplied)
         self._supplied_to_builtins = frozenset(supplied_to_builtins)
-        builtins = builtins or {key: f"etude.{home}" for key, home in BUILTINS.get(name, {}).items()}
-        self._builtins = frozenset(builtins)
+        named = builtins or {key: f"etude.{home}" for key, home in BUILTINS.get(name, {}).items()}
+        self.builtins = {key: Lazy(one) if isinstance(one, str) else one for key, one in named.items()}
         self._protocols = protocols
         self._functions = functions
         self._signatures: dict[str, tuple[Any, Signature]] = {}
-        self._entries: dict[str, Any] = {
-            key: Lazy(target) if isinstance(target, str) else target for key, target in builtins.items()
-        }
+        self._entries: dict[str, Any] = dict(self.builtins)
 
     # ---- filling -----------------------------------------------------------------------------------------------------
 
@@ -196,7 +194,7 @@ class Registry(Generic[T]):
 
     def is_builtin(self, key: str) -> bool:
         """Tell whether a key is one of Etude's own."""
-        return key in self._builtins
+        return key in self.builtins
 
     def supplied_to(self, key: str) -> frozenset[str]:
         """Return the parameters of a component that the framework passes itself."""
@@ -216,7 +214,7 @@ class Registry(Generic[T]):
             found = replace(found, summary=own.summary if own else "")
         if found is None:
             found, entry = read_runtime(self.get(key)), self._entries[key]
-        if self.name == "losses":
+        if self.name == "losses" and not isinstance(entry, Lazy):  # ours take everything at once, and wait to be used
             found = _with_build(found, self.get(key))
         signature = found.without(self.supplied_to(key))
         self._signatures[key] = entry, signature
@@ -302,7 +300,6 @@ ENGINE_REGISTRY: Registry[protocols.Engine] = Registry(
 TRAINER_REGISTRY: Registry[Any] = Registry(
     "trainers",
     ("fit compute_loss", protocols.TrainStep),
-    {"trainer": "etude.trainer:Trainer"},
     supplied=(*_TRAINER_ARGUMENTS, "models", "optimizers", "loss", "device"),
     functions=False,
 )
@@ -319,9 +316,9 @@ OPTIMIZER_BUILDER_REGISTRY: Registry[protocols.OptimizerFactory] = Registry(
     supplied_to_builtins=("lr", "weight_decay"),
     functions=False,
 )
-LOSS_BUILDER_REGISTRY: Registry[protocols.LossFactory] = Registry(
-    "losses", (protocols.LossFactory,), noun="loss", functions=False
-)
+for _key, _where in BUILTINS["optimizers"].items():  # added as a plugin's are: rate and decay are their own affair
+    OPTIMIZER_BUILDER_REGISTRY.add(_key, Lazy(f"etude.{_where}"))
+LOSS_BUILDER_REGISTRY: Registry[Any] = Registry("losses", (protocols.LossFactory,), noun="loss", functions=False)
 ENVIRONMENT_REGISTRY: Registry[Any] = Registry("environments", ("reset step render close",))
 TASK_REGISTRY: Registry[Any] = Registry("tasks", ("__len__ __getitem__",), noun="source of tasks")
 REWARD_REGISTRY: Registry[Any] = Registry("rewards", ("__call__",), supplied=("task", "text"))
@@ -355,19 +352,7 @@ def _with_build(own: Signature, factory: Any) -> Signature:
 
 # ---- plugins and entry points ----------------------------------------------------------------------------------------
 
-_PLUGIN_FILES: dict[str, str] = {}
-"""Real path of every plugin that was loaded -> the name of its module."""
 _entry_points_read = False
-
-
-def is_plugin_file(plugin: str) -> bool:
-    """Tell whether a plugin is named as a file rather than as a module."""
-    return plugin.endswith(".py") or "/" in plugin or os.sep in plugin
-
-
-def loaded_plugins() -> list[str]:
-    """Name what `load_plugins` has loaded, in that order, so that another process can load the same."""
-    return [path if name.startswith("etude_plugin_") else name for path, name in _PLUGIN_FILES.items()]
 
 
 def load_plugins(modules: Iterable[str]) -> None:
@@ -375,7 +360,7 @@ def load_plugins(modules: Iterable[str]) -> None:
     for plugin in modules:
         before = {name: dict(registry._entries) for name, registry in REGISTRIES.items()}
         try:
-            _load_file(plugin) if is_plugin_file(plugin) else _load_module(plugin)
+            import_plugin(plugin)
         # A plugin is the user's code and may raise anything: the error must name the plugin, and what it had
         # registered before must not stand in the way of the next attempt.
         except (Exception, SystemExit) as error:
@@ -384,55 +369,6 @@ def load_plugins(modules: Iterable[str]) -> None:
             if isinstance(error, RegistryError):
                 raise RegistryError(f"plugin {plugin!r}: {error}") from error
             raise RegistryError(f"plugin {plugin!r} cannot be loaded: {type(error).__name__}: {error}") from error
-
-
-def _load_module(name: str) -> None:
-    if name in sys.modules:
-        return
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        spec = None
-    if spec is None and os.getcwd() not in sys.path and "" not in sys.path:
-        # `python -m` looks in the working directory, an installed command does not: plugins are found either way.
-        sys.path.append(os.getcwd())
-        importlib.invalidate_caches()
-        spec = importlib.util.find_spec(name)
-    if spec is None:
-        raise ModuleNotFoundError(f"no module named {name!r} in the environment or the working directory")
-    if spec.origin and os.path.realpath(spec.origin) in _PLUGIN_FILES:
-        return
-    importlib.import_module(name)
-    if spec.origin:
-        _PLUGIN_FILES[os.path.realpath(spec.origin)] = name
-
-
-def _load_file(path: str) -> None:
-    real = os.path.realpath(os.path.expanduser(path))
-    if real in _PLUGIN_FILES:
-        return
-    if not os.path.isfile(real):
-        raise FileNotFoundError("no such file")
-    for module in list(sys.modules.values()):
-        if os.path.realpath(getattr(module, "__file__", None) or "") == real:
-            _PLUGIN_FILES[real] = module.__name__
-            return
-    name = "etude_plugin_" + os.path.splitext(os.path.basename(real))[0]
-    while name in sys.modules:
-        name += "_"
-    # As a package of its folder, a file may import its siblings: `from .sibling import x`.
-    spec = importlib.util.spec_from_file_location(name, real, submodule_search_locations=[os.path.dirname(real)])
-    if spec is None or spec.loader is None:
-        raise ImportError("not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and type hints look their module up while it is being imported
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        for loaded in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
-            del sys.modules[loaded]
-        raise
-    _PLUGIN_FILES[real] = name
 
 
 def load_entry_points() -> None:

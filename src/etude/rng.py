@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -46,11 +46,25 @@ def seed_everything(key: int) -> None:
     random.seed(key)
 
 
+def other_states() -> tuple[object, ...]:
+    """Return the states of NumPy's and Python's global generators, which are equal if nothing was drawn between."""
+    state: Any = np.random.get_state()
+    return random.getstate(), state[1].tobytes(), state[2:]
+
+
 class generators_kept:
-    """Context in which the global generators may be used freely; they come back as they were."""
+    """Context in which the global generators may be used freely, from a key on if one is given.
+
+    They come back as they were.
+    """
+
+    def __init__(self, key: int | None = None) -> None:
+        self._key = key
 
     def __enter__(self) -> None:
         self._states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+        if self._key is not None:
+            seed_everything(self._key)
 
     def __exit__(self, *_: object) -> None:
         torch.set_rng_state(self._states[0])

@@ -17,7 +17,7 @@ from etude.config.training import TrainingConfiguration
 from etude.data.coerce import as_data, held_out
 from etude.errors import ConfigError, as_path
 from etude.loop.adopted import adopt, early_optimizer, replacement
-from etude.loop.kept import Kept, tensors_of
+from etude.loop.kept import Kept, of_rank, tensors_of, with_ranks
 from etude.loop.manual import wanted_arguments
 from etude.loop.measuring import mean_losses
 from etude.loop.optimizers import Optimization, assign_parameters, build_optimizer
@@ -341,11 +341,11 @@ def wrap_train_step(kind: Callable[..., TrainStep], params: Mapping[str, Any]) -
             return self.inner.train_step(batch, **{name: counters[name] for name in self._wanted})
 
         def state_dict(self) -> dict[str, Any]:
-            """Return what the inner trainer keeps."""
-            return self._kept.state_dict()
+            """Return what the inner trainer keeps, on each rank; every rank must call."""
+            return with_ranks(self._kept.state_dict(), self.session.gather)
 
         def load_state_dict(self, state: Mapping[str, Any]) -> None:
             """Give the inner trainer back what it kept."""
-            self._kept.load_state_dict(state)
+            self._kept.load_state_dict(of_rank(state, self.rank))
 
     return StepTrainer

@@ -13,14 +13,15 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainingArguments
 
 from etude import Loss
-from etude.engines.huggingface import BaseTrainer, folder
+from etude.engines.huggingface import BaseTrainer
+from etude.engines.huggingface.checkpoints import newest_good, saved_in
 from etude.engines.lightning import Trainer, load_checkpoint
 from etude.runs.tensor_file import read_tensor_file
-from tests.contract.subjects import GLOBAL_BATCH, SETTINGS, BrokenData, Subject
+from tests.contract.subjects import GLOBAL_BATCH, SETTINGS, BrokenData, Subject, make_loader
 from tests.crash.workload import Net, Noisy, WeightedTrainer
 
 VALIDATED = 20
@@ -54,15 +55,6 @@ class Rows:
         return rows
 
 
-def loader(batch_size: int, plain: bool, bad: int | None = None) -> DataLoader[Any]:
-    data = Noisy(37, augment=not plain)
-    if bad is not None:
-        data.x[bad] = torch.nan
-    if plain:  # one global batch, the same whatever the split
-        return DataLoader(Subset(data, range(GLOBAL_BATCH)), batch_size=batch_size)
-    return DataLoader(data, batch_size=batch_size, shuffle=True)
-
-
 def train(
     subject: Subject, run: Path, *, kind: Any = None, callbacks: list[Any] | None = None, plain: bool = False,
     bad: int | None = None, **config: Any,
@@ -75,7 +67,10 @@ def train(
     policy = WeightedPolicy(dropout=not plain)
     if settings.get("precision") == "float64":
         policy.double()
-    data = loader(settings["batch_size"], plain, bad)
+    samples = Noisy(37, augment=not plain)
+    if bad is not None:
+        samples.x[bad] = torch.nan
+    data = make_loader(samples, settings["batch_size"], plain)
     disturb = Disturbance(callbacks[0] if callbacks else None, kind is BrokenData)
     DOORS[subject.engine](subject, run, policy, data, disturb, settings)
 
@@ -124,11 +119,11 @@ def _train_base(subject: Subject, run: Path, policy: Any, data: Any, disturb: Di
         policy, arguments, train_loader=data, eval_loader=DataLoader(Noisy(11, augment=False), batch_size=4),
         callbacks=[_Watch(run, disturb)],
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=bool(folder.entries(run)))
+    trainer.train(resume_from_checkpoint=bool(saved_in(run)))
 
 
 def _end_of_base(run: Path) -> dict[str, Any]:
-    found = folder.newest_good(run)
+    found = newest_good(run)
     kept = {key: value for key, value in found.tree.items() if key != "order"}
     return {"step": found.step, "policy": read_tensor_file(found.path / "model.safetensors"), **kept}
 
@@ -179,12 +174,17 @@ def _train_lightning(subject: Subject, run: Path, policy: Any, data: Any, distur
     assert trainer.global_step == settings["training_steps"]
 
 
+_COUNTS = ("batch_progress", "scheduler_progress", "automatic_optimization.optim_progress")
+
+
 def _end_of_lightning(run: Path) -> dict[str, Any]:
     found = load_checkpoint(run / "saved")
     policy = {name.removeprefix("policy."): value for name, value in found["state_dict"].items()}
+    # Lightning counts validations, and epochs begun, otherwise after a resume; what was trained counts the same.
+    counts = {name: found["loops"]["fit_loop"][f"epoch_loop.{name}"] for name in _COUNTS}
     return {
         "step": found["global_step"], "policy": policy, "optimizer": found["optimizer_states"],
-        "schedule": found["lr_schedulers"],
+        "schedule": found["lr_schedulers"], "counts": counts,
     }  # fmt: skip
 
 
@@ -201,5 +201,5 @@ def end_of(subject: Subject, run: Path) -> dict[str, Any]:
 def checkpoints(subject: Subject, run: Path) -> dict[int, Path]:
     """Return the checkpoints of a door by their step."""
     if subject.engine == "BaseTrainer":
-        return dict(folder.entries(run))
+        return dict(saved_in(run))
     return {int(path.stem.rpartition("=")[2]): path for path in (run / "saved").glob("*step=*.ckpt")}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from etude import Callback, Trainer, TrainingConfiguration
 from tests.crash.workload import Net, Noisy, WeightedTrainer
@@ -78,18 +78,26 @@ def train(
     data: Any = Noisy(37, augment=not plain)
     if bad is not None:
         data.x[bad] = torch.nan
+    split = {"batch_size": 4, "gradient_accumulation_steps": GLOBAL_BATCH // 4 // subject.ranks}
+    settings = {**SETTINGS, **split, **config}
     if loads:
-        data = DataLoader(data, batch_size=4, shuffle=True)
+        data = make_loader(data, settings["batch_size"], plain)
     for callback in callbacks or []:
         callback.driver = os.getpid()  # type: ignore[attr-defined]
-    split = {"batch_size": 4, "gradient_accumulation_steps": GLOBAL_BATCH // 4 // subject.ranks}
     trainer = kind(
         Net(dropout=not plain), data, engine=subject.make_engine(**engine or {}), run=run, loggers=[],
-        callbacks=callbacks or [], config=TrainingConfiguration(**{**SETTINGS, **split, **config}),
+        callbacks=callbacks or [], config=TrainingConfiguration(**settings),
         eval_data=Noisy(11, augment=False), show_progress=False,
     )  # fmt: skip
     result = trainer.fit()
     assert result.steps == trainer.config.training_steps
+
+
+def make_loader(data: Any, batch_size: int, plain: bool) -> DataLoader[Any]:
+    """Return what a door takes; plain is one global batch, the same whatever the split."""
+    if plain:
+        return DataLoader(Subset(data, range(GLOBAL_BATCH)), batch_size=batch_size)
+    return DataLoader(data, batch_size=batch_size, shuffle=True)
 
 
 class SendSignal(Callback):

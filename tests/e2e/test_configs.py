@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from etude.cli.record import default_root
 from etude.config.load import load
+from etude.config.presets import presets
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-EVERY = sorted(CONFIGS.rglob("*.yaml"))
-ROBOT = [path for path in EVERY if path.parent.name in ("metaworld", "robot")]
+EVERY = sorted(presets().values())
+ROBOT = [path for path in EVERY if path.parent.name in ("components", "metaworld", "robot")]
 SHAPES = {"metaworld": (39, 4), "pusht": (5, 2)}
 """Numbers of state and of action."""
 needs_sim = pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs etude[sim]")
@@ -101,12 +103,18 @@ def test_a_step_is_trained_on_data_of_that_kind(path: Path, tmp_path: Path, monk
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ETUDE_CACHE", str(tmp_path / "cache"))
-    small = ["training.training_steps=1", "training.batch_size=2", "training.evaluate_every=null"]
-    no_simulation = ["callbacks=[]", "training.best_metric=eval/loss", "training.best_mode=min"]
-    loaded = load(path, small + no_simulation)
+    small = ["training.duration=1 steps", "training.batch_size=2", "callbacks=[]"]
+    if path.parent.name != "components":
+        small += ["training.evaluate_every=null", "training.best_metric=eval/loss", "training.best_mode=min"]
+    loaded = load(path, small)
     write_data(Path(loaded.config.data.params["root"]), commands(path)[0])
     trainer = build(loaded)
     trainer.show_progress = False
     result = trainer.fit()
     assert result.steps == 1
     assert result.run_dir == Path(loaded.config.run.root) / str(loaded.config.run.name)
+    if hasattr(trainer.policy, "select_action") and path.stem != "mutual_information_estimator":
+        state, action = SHAPES[options(commands(path)[0], "--env")[0].split("/")[0]]
+        if not options(commands(path)[0], "--cameras"):
+            seen = {"observation.state": torch.zeros(1, state), "task_index": torch.zeros(1, dtype=torch.long)}
+            assert trainer.policy.select_action(seen).shape == (1, action)

@@ -42,13 +42,14 @@ PLUGIN = """\
 import torch
 from etude import Trainer
 from etude.registry import OPTIMIZER_BUILDER_REGISTRY, TRAINER_REGISTRY
+from .words import WORD
 
 
 @TRAINER_REGISTRY.register("loud")
 class Loud(Trainer):
     def compute_loss(self, policy, batch):
         if self.progress.step == 3:
-            print("a word from the worker")
+            print(WORD)
         return super().compute_loss(policy, batch)
 
 
@@ -108,6 +109,7 @@ def test_one_command_trains_on_a_cluster_of_its_own_and_leaves_nothing_behind(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.yaml").write_text(CONFIG)
     (tmp_path / "parts.py").write_text(PLUGIN)
+    (tmp_path / "words.py").write_text('WORD = "a word from the worker"\n')
     done = etude("train", "x.yaml", "run.name=here", env=child_env)
     assert done.returncode == 0, done.stderr
     done = etude("train", "x.yaml", "run.name=there", "engine.type=ray", env=child_env)
@@ -131,6 +133,7 @@ def test_a_driver_that_is_stopped_takes_its_cluster_along(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.yaml").write_text(CONFIG)
     (tmp_path / "parts.py").write_text(PLUGIN)
+    (tmp_path / "words.py").write_text('WORD = "a word from the worker"\n')
     words = ["training.training_steps=1000000", "training.save_every=5", "run.name=long", "engine.type=ray"]
     command = [sys.executable, "-m", "etude", "train", "x.yaml", *words]
     driver = subprocess.Popen(command, env=child_env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -39,7 +39,7 @@ def installed(wheel: Path) -> Path:
 def test_the_wheel_has_every_module_every_preset_and_its_types(wheel: Path, repository: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     source, configs = repository / "src", repository / "configs"
-    kinds = (".py", ".html", ".css", ".js")
+    kinds = (".py", ".html", ".css", ".js", ".jsonl")
     modules = {str(path.relative_to(source)) for path in (source / "etude").rglob("*") if path.suffix in kinds}
     presets = {f"etude/configs/{path.relative_to(configs)}" for path in configs.rglob("*.yaml")}
     inside = {name for name in names if not name.split("/")[0].endswith(".dist-info")}

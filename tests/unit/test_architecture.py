@@ -23,7 +23,7 @@ MAX_FILE_LINES, MAX_TRAINER_LINES, MAX_INIT_LINES, MAX_FUNCTION_LINES = 451, 400
 # A module may import its own layer and lower ones. `config.training` is plain data that everyone may read.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("builtins", "errors", "extras", "lazy", "logging", "rng", "secrets", "reading", "types", "config.training"),
-    ("signatures",),
+    ("plugins", "signatures"),
     ("registry",),
     ("runs", "low_precision", "low_precision_probe"),
     ("policies", "data", "algorithms", "simulation", "rollouts", "callbacks"),
@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LAYER_OF = {name: height for height, names in enumerate(LAYERS) for name in names}
 # Narrower than their layer allows.
 ONLY = {
-    "registry": {"builtins", "errors", "extras", "lazy", "reading", "types", "signatures"},
+    "registry": {"builtins", "errors", "extras", "lazy", "plugins", "reading", "types", "signatures"},
     "runs": {"errors", "extras", "lazy", "secrets", "types", "config.training", "reading", "runs"},
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from etude import registry
+from etude import plugins, registry
 from etude.errors import RegistryError
 from etude.registry import (
     CALLBACK_REGISTRY,
@@ -31,12 +31,12 @@ from etude.types import protocols
 @pytest.fixture(autouse=True)
 def registries_restored() -> Iterator[None]:
     entries = {name: dict(one._entries) for name, one in REGISTRIES.items()}
-    files, modules = dict(registry._PLUGIN_FILES), dict(sys.modules)
+    files, modules = dict(plugins.PLUGIN_FILES), dict(sys.modules)
     yield
     for name, one in REGISTRIES.items():
         one._entries = entries[name]
-    registry._PLUGIN_FILES.clear()
-    registry._PLUGIN_FILES.update(files)
+    plugins.PLUGIN_FILES.clear()
+    plugins.PLUGIN_FILES.update(files)
     for name in set(sys.modules) - set(modules):
         if name.startswith(("etude_plugin_", "plug")):
             del sys.modules[name]
@@ -223,14 +223,56 @@ def test_what_is_wrong_with_a_plugin_is_told(tmp_path: Path, text: str, message:
     assert message in str(caught.value)
 
 
-def test_a_plugin_file_may_import_its_siblings(tmp_path: Path) -> None:
+def test_plugin_files_may_import_their_siblings_which_they_share(tmp_path: Path) -> None:
+    sizes = "print('loading sizes')\nfrom etude.registry import CALLBACK_REGISTRY\nclass Sizes:\n    width = 7\n"
+    (tmp_path / "sizes.py").write_text(sizes)
+    (tmp_path / "plugone.py").write_text("from .sizes import Sizes\n" + PLUGIN.format(key="plugone"))
+    text = "from .sizes import Sizes\nfrom .plugone import Plugged as First\n" + PLUGIN.format(key="plugtwo")
+    (tmp_path / "plugtwo.py").write_text(text)
+    load_plugins([str(tmp_path / "plugtwo.py"), str(tmp_path / "plugone.py"), str(tmp_path / "sizes.py")])
+    one, two = (sys.modules[CALLBACK_REGISTRY.get(key).__module__] for key in ("plugone", "plugtwo"))
+    assert one.Sizes is two.Sizes
+    assert two.First is one.Plugged
+    assert [Path(plugin).name for plugin in plugins.loaded_plugins()[-3:]] == ["plugtwo.py", "plugone.py", "sizes.py"]
+
+
+def test_folders_of_one_name_do_not_share_their_siblings(tmp_path: Path) -> None:
+    for width, folder in enumerate(("a/parts", "b/parts")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "sizes.py").write_text(f"WIDTH = {width}\n")
+        text = "from .sizes import WIDTH\n" + PLUGIN.format(key=f"width{width}")
+        (tmp_path / folder / "plug.py").write_text(text)
+        load_plugins([str(tmp_path / folder / "plug.py")])
+    found = [sys.modules[CALLBACK_REGISTRY.get(f"width{width}").__module__].WIDTH for width in (0, 1)]
+    assert found == [0, 1]
+
+
+def test_another_process_that_loads_the_same_plugins_finds_them_under_the_same_names(tmp_path: Path) -> None:
+    """A trainer that is sent to workers names its classes by module."""
+    for folder in ("a/parts", "b/parts"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "sizes.py").write_text("WIDTH = 1\n")
+        text = "from .sizes import WIDTH\n" + PLUGIN.format(key=folder)
+        (tmp_path / folder / "plug.py").write_text(text.replace('print("loading")', ""))
+        load_plugins([str(tmp_path / folder / "plug.py")])
+    here = [CALLBACK_REGISTRY.get(folder).__module__ for folder in ("a/parts", "b/parts")]
+    code = (
+        "import sys; from etude.registry import CALLBACK_REGISTRY, load_plugins; load_plugins(sys.argv[1:]);"
+        "print(*[CALLBACK_REGISTRY.get(folder).__module__ for folder in ('a/parts', 'b/parts')])"
+    )
+    command = [sys.executable, "-c", code, *plugins.loaded_plugins()[-2:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
+    assert done.stdout.split() == here
+
+
+def test_a_sibling_that_fails_is_read_again_after_it_is_mended(tmp_path: Path) -> None:
     (tmp_path / "sizes.py").write_text("WIDTH = 7\n")
-    for name in ("plugone", "plugtwo"):
-        text = "from .sizes import WIDTH\n" + PLUGIN.format(key=name)
-        (tmp_path / f"{name}.py").write_text(text)
-    load_plugins([str(tmp_path / "plugone.py"), str(tmp_path / "plugtwo.py")])
-    assert {"plugone", "plugtwo"} <= set(CALLBACK_REGISTRY.keys())
-    assert sys.modules["etude_plugin_plugone"].WIDTH == 7
+    (tmp_path / "plugfail.py").write_text("from .sizes import HEIGHT\n" + PLUGIN.format(key="seven"))
+    with pytest.raises(RegistryError, match="cannot import name 'HEIGHT'"):
+        load_plugins([str(tmp_path / "plugfail.py")])
+    (tmp_path / "sizes.py").write_text("HEIGHT = 10 + 7\n")
+    load_plugins([str(tmp_path / "plugfail.py")])
+    assert "seven" in CALLBACK_REGISTRY
 
 
 def test_a_plugin_is_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +345,7 @@ def test_every_optimizer_of_torch_is_known() -> None:
     classes = [found for found in vars(torch.optim).values() if inspect.isclass(found)]
     names = {found.__name__.lower() for found in classes if issubclass(found, torch.optim.Optimizer)}
     # L-BFGS calls the loss back several times a step, which no training loop here offers.
-    assert names - {"optimizer", "lbfgs"} == {key for name, key in BUILTINS if name == "optimizers"}
+    assert names - {"optimizer", "lbfgs"} == OPTIMIZER_BUILDER_REGISTRY.builtins.keys()
 
 
 def test_an_optimizer_is_built_from_its_registry() -> None:

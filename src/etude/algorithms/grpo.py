@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -50,23 +51,42 @@ class DrGRPO(GRPO):
 
 
 @dataclass(kw_only=True)
-class GSPO(GRPO):
+class _OwnLoss(GRPO):
+    """GRPO with a loss by token of its own, and what that loss takes of the algorithm's fields."""
+
+    own_loss: ClassVar[Callable[..., Tensor]]
+    takes: ClassVar[tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        if self.objective != "clip" or self.dual_clip is not None:
+            raise ConfigError(f"{name} has an objective of its own: leave objective and dual_clip out")
+        if "clip_low" not in self.takes and (self.clip_low, self.clip_high) != (0.2, 0.2):
+            raise ConfigError(f"{name} does not clip as PPO does: leave clip_low and clip_high out")
+
+    def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
+        """Return the loss by token (B, T)."""
+        old_BT = self.old_log_probs(log_probs_BT, batch)
+        taken = {name: getattr(self, name) for name in self.takes}
+        return type(self).own_loss(log_probs_BT, old_BT, batch["advantages"], batch["loss_mask"], **taken)
+
+    def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
+        """Return 1 by token where the clip acts (B, T), or None without a clip."""
+        return super().clipped(log_ratio_BT, batch) if "clip_low" in self.takes else None
+
+
+@dataclass(kw_only=True)
+class GSPO(_OwnLoss):
     """GRPO with the ratio of whole sequences in place of the ratio of tokens."""
+
+    own_loss = staticmethod(losses.gspo)
+    takes = ("clip_low", "clip_high")
 
     clip_low: float = 3e-4
     """The sequence ratio is clipped below at 1 - clip_low."""
     clip_high: float = 4e-4
     """The sequence ratio is clipped above at 1 + clip_high."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _own_objective(self, clips=True)
-
-    def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of each sequence on its tokens."""
-        old_BT = self.old_log_probs(log_probs_BT, batch)
-        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        return losses.gspo(log_probs_BT, old_BT, batch["advantages"], batch["loss_mask"], **clips)
 
     def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
         """Return 1 on the tokens of sequences whose ratio is clipped."""
@@ -75,23 +95,16 @@ class GSPO(GRPO):
 
 
 @dataclass(kw_only=True)
-class GMPO(GRPO):
+class GMPO(_OwnLoss):
     """GRPO with the geometric mean of a completion's ratios, each clipped by itself: outliers move it little."""
+
+    own_loss = staticmethod(losses.gmpo)
+    takes = ("clip_low", "clip_high")
 
     clip_low: float = 0.4
     """The logarithm of a token's ratio is clipped below at -clip_low."""
     clip_high: float = 0.4
     """The logarithm of a token's ratio is clipped above at clip_high."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _own_objective(self, clips=True)
-
-    def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of each completion on its tokens."""
-        old_BT = self.old_log_probs(log_probs_BT, batch)
-        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        return losses.gmpo(log_probs_BT, old_BT, batch["advantages"], batch["loss_mask"], **clips)
 
     def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
         """Return 1 by token where the clip acts."""
@@ -102,8 +115,11 @@ class GMPO(GRPO):
 
 
 @dataclass(kw_only=True)
-class SAPO(GRPO):
+class SAPO(_OwnLoss):
     """GRPO with a soft gate in place of a clip: (4 / tau) sigmoid(tau (r - 1)), tau by the sign of the advantage."""
+
+    own_loss = staticmethod(losses.sapo)
+    takes = ("tau_pos", "tau_neg")
 
     tau_pos: float = 1.0
     """How fast the gate closes where the advantage is positive."""
@@ -112,24 +128,16 @@ class SAPO(GRPO):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _own_objective(self, clips=False)
         if self.tau_pos <= 0 or self.tau_neg <= 0:
             raise ConfigError("tau_pos and tau_neg must be positive")
 
-    def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
-        """Return the gated objective, negated."""
-        old_BT = self.old_log_probs(log_probs_BT, batch)
-        taus = {"tau_pos": self.tau_pos, "tau_neg": self.tau_neg}
-        return losses.sapo(log_probs_BT, old_BT, batch["advantages"], batch["loss_mask"], **taus)
-
-    def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
-        """Return None: nothing is clipped."""
-        return None
-
 
 @dataclass(kw_only=True)
-class CISPO(GRPO):
+class CISPO(_OwnLoss):
     """GRPO that clips the importance weight instead of the update, so that every token keeps its gradient."""
+
+    own_loss = staticmethod(losses.cispo)
+    takes = ("ratio_low", "ratio_high")
 
     aggregation: Aggregation = "token_mean"
     """How tokens become one loss: token_mean, token_sum, sequence_mean or length_normalised."""
@@ -140,15 +148,8 @@ class CISPO(GRPO):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _own_objective(self, clips=False)
         if not 0 <= self.ratio_low <= self.ratio_high:
             raise ConfigError("ratio_low must not be negative, nor above ratio_high")
-
-    def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
-        """Return the weighed log-probabilities."""
-        old_BT = self.old_log_probs(log_probs_BT, batch)
-        bounds = {"ratio_low": self.ratio_low, "ratio_high": self.ratio_high}
-        return losses.cispo(log_probs_BT, old_BT, batch["advantages"], batch["loss_mask"], **bounds)
 
     def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
         """Return 1 where the importance weight is clipped."""
@@ -157,32 +158,13 @@ class CISPO(GRPO):
 
 
 @dataclass(kw_only=True)
-class DRO(GRPO):
+class DRO(_OwnLoss):
     """Group advantages, with a square around the old policy in place of a clip: for data that is not fresh."""
+
+    own_loss = staticmethod(losses.dro)
+    takes = ("beta",)
 
     aggregation: Aggregation = "token_mean"
     """How tokens become one loss: token_mean, token_sum, sequence_mean or length_normalised."""
     beta: float = 0.05
     """Weight of the square."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _own_objective(self, clips=False)
-
-    def token_loss(self, log_probs_BT: Tensor, batch: Batch) -> Tensor:
-        """Return the regularised objective, negated."""
-        old_BT = self.old_log_probs(log_probs_BT, batch)
-        return losses.dro(log_probs_BT, old_BT, batch["advantages"], batch["loss_mask"], beta=self.beta)
-
-    def clipped(self, log_ratio_BT: Tensor, batch: Batch) -> Tensor | None:
-        """Return None: nothing is clipped."""
-        return None
-
-
-def _own_objective(algorithm: GRPO, *, clips: bool) -> None:
-    """Refuse what an algorithm with an objective of its own would ignore."""
-    name = type(algorithm).__name__
-    if algorithm.objective != "clip" or algorithm.dual_clip is not None:
-        raise ConfigError(f"{name} has an objective of its own: leave objective and dual_clip out")
-    if not clips and (algorithm.clip_low, algorithm.clip_high) != (0.2, 0.2):
-        raise ConfigError(f"{name} does not clip as PPO does: leave clip_low and clip_high out")

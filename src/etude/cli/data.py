@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from etude.cli.options import AsJson, Images, OpenPage, count, output_option
+
 data_app = typer.Typer(help="Look at LeRobot datasets, and convert recordings to them.", no_args_is_help=True)
 
 Root = Annotated[str, typer.Argument(metavar="DATASET", help="Directory of a LeRobot dataset, or its repo_id.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 @data_app.callback()
@@ -43,12 +44,9 @@ def stats(
 @data_app.command()
 def view(
     root: Root,
-    episode: Annotated[int, typer.Option("--episode", metavar="N", min=0, help="Which episode.")] = 0,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where to write it [views/DATASET-episode-N.html]."),
-    ] = None,
-    open_page: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    episode: Annotated[int, count("--episode", "Which episode.", least=0)] = 0,
+    output: Annotated[Path | None, output_option("Where to write it [views/DATASET-episode-N.html].", "FILE")] = None,
+    open_page: OpenPage = False,
 ) -> None:
     """Write one episode as an HTML page: pictures of every camera, curves of every number."""
     from etude.cli.datasets import view_episode
@@ -68,7 +66,7 @@ def convert(
         typer.Option("--fps", metavar="N", help="Frames per second [what the layout implies]."),
     ] = None,
     task: Annotated[str | None, typer.Option("--task", metavar="TEXT", help="What the episodes are for.")] = None,
-    images: Annotated[str, typer.Option("--images", metavar="video|image", help="How pictures are stored.")] = "video",
+    images: Images = "video",
     rename: Annotated[
         list[str] | None,
         typer.Option("--rename", metavar="OLD=NEW", help="Call a feature otherwise, as an environment does."),

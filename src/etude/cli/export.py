@@ -14,9 +14,12 @@ def export_source(source: str, output: Path, *, kind: str, which: str) -> None:
     gc.enable()  # switched off for the start by `main`
     from etude.cli.runs import find_run
     from etude.config.restore import load_policy
-    from etude.deploy.export import export_policy
+    from etude.deploy.export import export_policy, write_components
 
     policy: Any = load_policy(find_run(source), which)
+    if kind == "components":
+        say(f"{output}: {', '.join(write_components(policy, output))}")
+        return
     if kind == "pretrained":
         policy.save_pretrained(output)
         say(f"{output}: load it with {type(policy).__name__}.from_pretrained")

@@ -14,9 +14,27 @@ import typer
 from etude.cli import complete
 from etude.cli.data import data_app
 from etude.cli.model import model_app
+from etude.cli.options import (
+    AsJson,
+    Config,
+    EnvOptions,
+    Envs,
+    Episodes,
+    Images,
+    OpenPage,
+    Overrides,
+    Plugins,
+    RunName,
+    Seed,
+    TrainedPolicy,
+    WhichCheckpoint,
+    count,
+    optional_argument,
+    output_option,
+)
 from etude.cli.overrides import TakesOverrides
 from etude.cli.redteam import redteam_app
-from etude.errors import EtudeError, Interrupted
+from etude.errors import EtudeError, Interrupted, no_place
 
 # Rich costs 0.1 s to import: help and usage errors use it only where they are seen in a terminal.
 app = typer.Typer(
@@ -35,41 +53,6 @@ app.add_typer(redteam_app, name="redteam")
 
 _NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 """How systems refuse a folder or a file that was named to be written."""
-
-Config = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="Experiment file (YAML) or preset.", autocompletion=complete.configs)
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Overrides such as training.lr=1e-4.",
-        show_default=False,
-        autocompletion=complete.overrides,
-    ),
-]
-RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="Run directory, or its name under runs/.", autocompletion=complete.runs)
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-Envs = Annotated[
-    list[str],
-    typer.Option(
-        "--env", metavar="ENV", help="metaworld/TASK, pusht, aloha/TASK or gym:ID; may be given several times."
-    ),
-]
-EnvOptions = Annotated[
-    list[str] | None,
-    typer.Option("--option", metavar="KEY=VALUE", help="Further parameters; etude list environments KEY shows them."),
-]
-TrainedPolicy = Annotated[
-    str,
-    typer.Argument(metavar="POLICY", help="A run, a checkpoint or a saved policy.", autocompletion=complete.runs),
-]
-WhichCheckpoint = Annotated[
-    str, typer.Option("--which", metavar="best|last|STEP", help="Checkpoint of a run; the best, or else the last.")
-]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Root of all seeds.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -93,12 +76,7 @@ def root(
 def train(
     config: Annotated[
         str | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="Experiment file (YAML), or a preset such as digits.",
-            show_default=False,
-            autocompletion=complete.configs,
-        ),
+        optional_argument("CONFIG", "Experiment file (YAML), or a preset such as digits.", complete.configs),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
@@ -158,10 +136,8 @@ def list_runs(
 @app.command()
 def report(
     run: RunName,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it [RUN/report.html].")
-    ] = None,
-    open_page: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    output: Annotated[Path | None, output_option("Where to write it [RUN/report.html].", "FILE")] = None,
+    open_page: OpenPage = False,
 ) -> None:
     """Write RUN as one HTML page: curves, config, environment."""
     from etude.cli.runs import make_report
@@ -172,24 +148,12 @@ def report(
 @app.command("list")
 def list_components(
     kind: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="KIND", help="presets, policies, data, algorithms, engines, ...", show_default=False,
-            autocompletion=complete.kinds,
-        ),
+        str | None, optional_argument("KIND", "presets, policies, data, algorithms, engines, ...", complete.kinds)
     ] = None,
-    key: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME", help="One of them, to see its parameters.", show_default=False,
-            autocompletion=complete.keys,
-        ),
-    ] = None,
-    plugin: Annotated[
-        list[str] | None, typer.Option("--plugin", metavar="MODULE", help="Load this module or .py file first.")
-    ] = None,
+    key: Annotated[str | None, optional_argument("NAME", "One of them, to see its parameters.", complete.keys)] = None,
+    plugin: Plugins = None,
     as_json: AsJson = False,
-) -> None:  # fmt: skip
+) -> None:
     """List what a config can name, and the parameters each takes."""
     from etude.cli.listing import print_components
 
@@ -200,7 +164,7 @@ def list_components(
 def verify(
     config: Config,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Optimizer steps of each run.")] = 20,
+    steps: Annotated[int, count("--steps", "Optimizer steps of each run.")] = 20,
 ) -> None:
     """Train twice and compare the parameters, bit for bit."""
     from etude.cli.verify import verify_config
@@ -211,7 +175,7 @@ def verify(
 @app.command()
 def record(
     env: Envs,
-    episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=1, help="Episodes of each environment.")] = 50,
+    episodes: Episodes = 50,
     root: Annotated[
         Path | None, typer.Option("--root", metavar="DIR", help="The dataset; data/ENV unless given.")
     ] = None,
@@ -230,14 +194,12 @@ def record(
     noise_rate: Annotated[
         float, typer.Option("--noise-rate", metavar="P", min=0, max=1, help="Probability that noise begins at a step.")
     ] = 1.0,
-    noise_steps: Annotated[
-        int, typer.Option("--noise-steps", metavar="N", min=1, help="For how many steps the same noise holds.")
-    ] = 1,
+    noise_steps: Annotated[int, count("--noise-steps", "For how many steps the same noise holds.")] = 1,
     policy: Annotated[
         str, typer.Option("--policy", metavar="WHO", help="expert, file.py:function, or a run or checkpoint.")
     ] = "expert",
     seed: Seed = 0,
-    images: Annotated[str, typer.Option("--images", metavar="video|image", help="How pictures are stored.")] = "video",
+    images: Images = "video",
     keep_failures: Annotated[bool, typer.Option("--keep-failures", help="Keep episodes that fail, too.")] = False,
     option: EnvOptions = None,
 ) -> None:
@@ -264,30 +226,18 @@ def evaluate(
         ),
     ],
     env: Envs,
-    episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=1, help="Episodes of each environment.")] = 50,
+    episodes: Episodes = 50,
     split: Annotated[
         str, typer.Option("--split", metavar="train|validation|test", help="Whose seeds; recording uses train.")
     ] = "test",
     seed: Seed = 0,
-    slots: Annotated[
-        int | None, typer.Option("--slots", metavar="N", min=1, help="Episodes side by side; changes no result.")
-    ] = None,
-    workers: Annotated[
-        int, typer.Option("--workers", metavar="N", min=0, help="Processes that share them; changes no result.")
-    ] = 0,
-    video: Annotated[
-        int, typer.Option("--video", metavar="N", min=0, help="Films to make, failures first.")
-    ] = 0,
-    which: Annotated[
-        str, typer.Option("--which", metavar="best|last|STEP", help="Checkpoint of a run; the best, or else the last.")
-    ] = "auto",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where results go [RUN/evaluation].")
-    ] = None,
+    slots: Annotated[int | None, count("--slots", "Episodes side by side; changes no result.")] = None,
+    workers: Annotated[int, count("--workers", "Processes that share them; changes no result.", least=0)] = 0,
+    video: Annotated[int, count("--video", "Films to make, failures first.", least=0)] = 0,
+    which: WhichCheckpoint = "auto",
+    output: Annotated[Path | None, output_option("Where results go [RUN/evaluation].")] = None,
     option: EnvOptions = None,
-    plugin: Annotated[
-        list[str] | None, typer.Option("--plugin", metavar="MODULE", help="Load this module or .py file first.")
-    ] = None,
+    plugin: Plugins = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Measure the success of POLICY in simulation.
@@ -308,13 +258,9 @@ def quickstart(
         str, typer.Option("--task", metavar="NAME", help="One of Meta-World's 50 tasks.", autocompletion=complete.tasks)
     ] = "pick-place",
     policy: Annotated[str, typer.Option("--policy", metavar="KEY", help="act, diffusion, flow or mlp.")] = "act",
-    episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=1, help="Demonstrations to record.")] = 50,
-    eval_episodes: Annotated[
-        int, typer.Option("--eval-episodes", metavar="N", min=1, help="Held-out episodes to evaluate.")
-    ] = 50,
-    steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", min=1, help="Training steps; the preset's unless given.")
-    ] = None,
+    episodes: Annotated[int, count("--episodes", "Demonstrations to record.")] = 50,
+    eval_episodes: Annotated[int, count("--eval-episodes", "Held-out episodes to evaluate.")] = 50,
+    steps: Annotated[int | None, count("--steps", "Training steps; the preset's unless given.")] = None,
     noise: Annotated[
         float, typer.Option("--noise", metavar="STD", min=0, help="Noise on what the expert executes.")
     ] = 0.0,
@@ -356,11 +302,13 @@ def serve_policy(
 @app.command("export")
 def export(
     source: TrainedPolicy,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write it.")],
+    output: Annotated[Path, output_option("Where to write it.")],
     kind: Annotated[
         str,
         typer.Option(
-            "--format", metavar="torch|onnx|pretrained", help="torch.export, ONNX, or a directory for from_pretrained."
+            "--format",
+            metavar="torch|onnx|pretrained|components",
+            help="torch.export, ONNX, a directory for from_pretrained, or one file of weights per component.",
         ),
     ] = "torch",
     which: WhichCheckpoint = "auto",
@@ -406,9 +354,9 @@ def main() -> None:
         raise SystemExit(130) from None
     except Exception as error:  # noqa: BLE001 - the last stop before the interpreter: secrets leave the traceback here
         if isinstance(error, OSError) and error.errno in _NO_PLACE and error.filename is not None:
-            name = os.fsdecode(error.filename)
-            _complain(f"error: cannot use {name}: {error.strerror}; make it writable, or name another place")
-            raise SystemExit(2) from None
+            refused = no_place(error)
+            _complain(f"error: {refused}")
+            raise SystemExit(refused.exit_code) from None
         import traceback
 
         from etude.cli.output import visible

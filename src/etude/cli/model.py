@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from etude.cli.options import AsJson, output_option
+
 model_app = typer.Typer(help="Look at models that are written in YAML.", no_args_is_help=True)
 
 
@@ -18,13 +20,12 @@ def model() -> None:
 @model_app.command()
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The model's file (YAML).")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write the drawing [FILE.svg].")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    output: Annotated[Path | None, output_option("Where to write the drawing [NAME.svg].", "FILE")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Build the model of FILE, print its graph with shapes and parameters, and draw it (SVG).
+    """Build the model of FILE, print its graph with shapes and parameters, and draw it.
 
+    The drawing of any/where/NAME.yaml is NAME.svg in the working directory, unless --output names another place.
     Shapes are known where the file declares those of its inputs.
     """
     show_model(file, output or Path(file.name).with_suffix(".svg"), as_json=as_json)
@@ -35,7 +36,7 @@ def show_model(file: Path, output: Path, *, as_json: bool = False) -> None:
     from dataclasses import asdict
 
     from etude.cli.output import print_json, print_table, say
-    from etude.errors import ConfigError, EtudeError, one_line
+    from etude.errors import ConfigError, EtudeError, no_place, one_line
     from etude.policies.graph.build import build_model
     from etude.policies.graph.drawing import describe_model, draw
 
@@ -46,8 +47,12 @@ def show_model(file: Path, output: Path, *, as_json: bool = False) -> None:
     except Exception as error:  # a component may raise anything about what the file gives it
         raise ConfigError(f"{one_line(error, 600)} ({type(error).__name__})") from error
     rows = describe_model(built)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(draw(rows, file.name), encoding="utf-8")
+    drawing = draw(rows, file.name)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(drawing, encoding="utf-8")
+    except OSError as error:
+        raise no_place(error, output) from None
     total = sum(parameter.numel() for parameter in built.parameters())
     if as_json:
         print_json({"parameters": total, "drawing": str(output), "nodes": [asdict(row) for row in rows]})

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from etude.reading.plain import map_leaves
 from etude.secrets import redact, redact_tree
 
 
@@ -62,16 +63,12 @@ def say(text: str = "") -> None:
 
 def print_json(value: Any) -> None:
     """Print a value as JSON."""
-    sys.stdout.write(json.dumps(_strict(redact_tree(value)), indent=2, default=str, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(map_leaves(redact_tree(value), _strict), indent=2, default=str, allow_nan=False) + "\n")
 
 
 def _strict(value: Any) -> Any:
     # JSON has no NaN and no infinity; as text they are at least seen.
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    if isinstance(value, dict):
-        return {str(key): _strict(item) for key, item in value.items()}
-    return [_strict(item) for item in value] if isinstance(value, list | tuple) else value
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from etude.cli.options import AsJson, count, optional_argument, output_option
+
 redteam_app = typer.Typer(help="Train an auditor that finds what makes a model fail.", no_args_is_help=True)
 
 Setting = Annotated[
@@ -27,9 +29,7 @@ def redteam() -> None:
 
 @redteam_app.command()
 def train(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="Experiment file (YAML).", show_default=False)
-    ] = None,
+    config: Annotated[Path | None, optional_argument("CONFIG", "Experiment file (YAML).")] = None,
     auditor: Annotated[
         str | None, typer.Option("--auditor", metavar="MODEL", help="The model that is trained [smollm2].")
     ] = None,
@@ -41,12 +41,8 @@ def train(
     algorithm: Annotated[
         str | None, typer.Option("--algorithm", metavar="dpo|ipo|ppo", help="How it learns [dpo].")
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", min=1, help="Experiences [10, for a first look].")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where the auditor goes [checkpoints].")
-    ] = None,
+    steps: Annotated[int | None, count("--steps", "Experiences [10, for a first look].")] = None,
+    output: Annotated[Path | None, output_option("Where the auditor goes [checkpoints].")] = None,
     run: Annotated[
         str | None,
         typer.Option("--run", metavar="RUN", help="Run directory, or its name under runs/; one that is there resumes."),
@@ -81,12 +77,10 @@ def evaluate(
         str | None, typer.Option("--prompts", metavar="FILE", help="Prompts, one a line [the dev prompts].")
     ] = None,
     scorer: Scorer = None,
-    rollouts: Annotated[int, typer.Option("--rollouts", metavar="N", min=1, help="Conversations of each.")] = 48,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where results go [AUDITOR-evaluation].")
-    ] = None,
+    rollouts: Annotated[int, count("--rollouts", "Conversations of each.")] = 48,
+    output: Annotated[Path | None, output_option("Where results go [AUDITOR-evaluation].")] = None,
     setting: Setting = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure what AUDITOR elicits, against the auditor before training; writes JSON and a page."""
     from etude.cli.auditing import evaluate_auditor

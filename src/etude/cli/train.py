@@ -13,11 +13,12 @@ from etude.cli.runs import find_run
 from etude.errors import ConfigError, exits_refused
 
 if TYPE_CHECKING:
+    from etude.config.schema import RunConfig
     from etude.types import Result
 
 
 def train_config(config: Path, overrides: list[str], resume: str) -> None:
-    """Build what the config describes, train it, and say where the result is."""
+    """Build what the config describes, train it, and say where the result is; "auto" leaves it to `run.resume`."""
     from etude.config.load import load
 
     loaded = load(config, overrides)
@@ -25,7 +26,15 @@ def train_config(config: Path, overrides: list[str], resume: str) -> None:
 
     with exits_refused(lambda: "step 0, before it began"):
         trainer = build(loaded)
-    _fit(trainer, resume)
+    _fit(trainer, _begin_with(loaded.config.run) if resume == "auto" else resume)
+
+
+def _begin_with(run: RunConfig) -> str:
+    """Return what to go on from; a run that was stopped on its way from a checkpoint goes on with its own."""
+    if run.resume in ("auto", "never") or run.name is None:
+        return run.resume
+    own = Path(run.root) / run.name / "checkpoints"
+    return "auto" if any(own.glob("step-*")) else run.resume
 
 
 def resume_run(run: str, overrides: list[str]) -> None:

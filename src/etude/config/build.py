@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from etude.config.load import Loaded
 from etude.config.schema import Component
 from etude.errors import ConfigError, EtudeError
+from etude.reading.origins import lookup
 from etude.registry import REGISTRIES, build_parameters
-from etude.secrets import redact
+from etude.secrets import holds_secret, redact
 from etude.signatures.fit import is_dataset_factory, is_train_step
 
 if TYPE_CHECKING:
@@ -26,12 +28,15 @@ def build(loaded: Loaded, *, run: str | Path | Run | None = None) -> Trainer:
         loaded: What `load` returned.
         run: Directory or name of the run; None takes `run.root/run.name`, or makes a new one if it has no name.
     """
+    from etude.rng import STREAM_INIT, fold, generators_kept
+
     config = loaded.config
     if run is None and config.run.name is not None:
         run = Path(config.run.root) / config.run.name
     maker = _Maker(loaded, run)
     trainer_type, extra = maker.trainer_type()
-    with _seeded(config.training.seed):
+    # A policy that makes its weights when it is constructed must get the same ones on every rank and in every run.
+    with generators_kept(fold(config.training.seed, STREAM_INIT, 1)):
         policy = maker.make("policies", config.policy, "policy")
         data = maker.data(config.data, "data")
         eval_data = None if config.eval_data is None else maker.data(config.eval_data, "eval_data")
@@ -48,32 +53,22 @@ def build(loaded: Loaded, *, run: str | Path | Run | None = None) -> Trainer:
         "loggers": maker.make_all("loggers", config.loggers),
         "eval_data": eval_data,
         "name": config.run.name,
-        "run_config": loaded.stored(),
+        "run_config": _stored(loaded, policy),
     }
     trainer: Trainer = maker.call(lambda: trainer_type(policy, data, algorithm, **arguments, **extra), "trainer")
     return trainer
 
 
-class _seeded:
-    """Context in which random numbers follow from the training seed; the generators come back as they were.
-
-    A policy that makes its weights when it is constructed must get the same ones on every rank and in every run.
-    """
-
-    def __init__(self, seed: int) -> None:
-        from etude.rng import STREAM_INIT, fold, generators_kept
-
-        self._key = fold(seed, STREAM_INIT, 1)
-        self._kept = generators_kept()
-
-    def __enter__(self) -> None:
-        from etude.rng import seed_everything
-
-        self._kept.__enter__()
-        seed_everything(self._key)
-
-    def __exit__(self, *error: object) -> None:
-        self._kept.__exit__(*error)
+def _stored(loaded: Loaded, policy: Any) -> dict[str, Any]:
+    """Return what the run keeps of its configuration: of model files, which may change or go, their content."""
+    stored = loaded.stored()
+    params = lookup(stored, ("policy", "params"))
+    described = getattr(policy, "component_configs", None)
+    if isinstance(params, dict) and described is not None:
+        text = json.dumps(described)
+        # A reference would be resolved again, and what comes from the environment stays out of runs.
+        params["configs"] = params["configs"] if "${" in text or holds_secret(text) else described
+    return stored
 
 
 class _Maker:
@@ -130,7 +125,8 @@ class _Maker:
         return self.call(lambda: factory(**first).build(**rest), "loss")
 
     def _refuse_unread(self, params: ReadOnce, path: str, key: str) -> None:
-        unread = [f"{path}.params.{name}" for name in params if name not in params.seen]
+        # What the task is called also names the project of W&B.
+        unread = [f"{path}.params.{name}" for name in params if name not in params.seen and name != "task_name"]
         if unread:
             lines = [f"{self.loaded.origin(name)}: {name}: unknown key; {key!r} does not read it" for name in unread]
             raise ConfigError("\n".join(lines))

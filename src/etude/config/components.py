@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from etude.plugins import is_plugin_file
 from etude.reading.origins import DEFAULT, Layer
-from etude.registry import is_plugin_file
 
 KINDS = {
     "policy": "policies", "data": "data", "eval_data": "data", "algorithm": "algorithms", "loss": "losses",

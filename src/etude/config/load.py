@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from etude.config.component_file import is_component_file, locate_components, translate_component_file
 from etude.config.components import KINDS, expand_components, fill_in, locate_plugins
 from etude.config.dump import plain
 from etude.config.presets import locate, nearest_preset
@@ -42,6 +43,13 @@ class ExperimentFile(Dialect[ExperimentConfig]):
     def complete(self, layer: Layer) -> None:
         """Write out the components that have a default."""
         fill_in(layer)
+
+    def translate(self, layer: Layer, tree: Interpolated) -> tuple[Layer, Interpolated]:
+        """Put a file of models made of components in the words of every other."""
+        if is_component_file(tree.values):
+            return translate_component_file(layer, tree)
+        locate_components(layer, tree)
+        return layer, tree
 
     def validate(self, tree: Interpolated) -> tuple[ExperimentConfig | None, list[Problem]]:
         """Check sections against the schema and components against their registries."""

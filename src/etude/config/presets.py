@@ -17,8 +17,9 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def presets() -> dict[str, Path]:
-    """Return the files of all presets by name."""
-    return {path.stem: path for path in sorted(_folder().rglob("*.yaml"))}
+    """Return the files of all presets by name; models of components lie in folders beside theirs, and are none."""
+    folder = _folder()
+    return {path.stem: path for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")])}
 
 
 def describe_preset(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,15 +18,26 @@ def load_policy(source: str | Path, which: str = "auto", cls: type[PolicyModule]
     """Return a policy in eval mode, with averaged weights if there are any.
 
     Args:
-        source: A run directory, a checkpoint inside of one, or a directory written by `save_pretrained`.
+        source: A run directory, a checkpoint inside of one, a directory written by `save_pretrained`, or what
+            `etude.engines.lightning.Trainer` leaves: a checkpoint, the directory they lie in, or its `version_N`.
         which: Which checkpoint of a run: best, last, a step, or auto for the best if there is one and the last if not.
         cls: The policy's class, where it is one of yours that is not registered.
     """
-    path = Path(source)
-    if (path / "config.json").is_file():
-        from etude.policies.base import PolicyModule
+    from etude.policies.base import PolicyModule
+    from etude.policies.pretrained import from_tree
+    from etude.runs.named import is_named, load_named
 
-        return (cls or PolicyModule).from_pretrained(path)
+    path, kind = Path(source), cls or PolicyModule
+    if (path / "config.json").is_file():
+        return kind.from_pretrained(path)
+    if path.suffix == ".ckpt" and path.is_file():  # of Lightning's own writing, as its sharded strategies do
+        from etude.engines.lightning.checkpoint import load_checkpoint
+
+        found = load_checkpoint(path)
+        return from_tree(kind, {"lightning": found, "model": found["state_dict"]}, str(path))
+    if is_named(path):
+        chosen = load_named(path)
+        return from_tree(kind, chosen.tree, str(chosen.path))
     if (path / "checkpoints").is_dir():
         return _restore(path, _choose(path, which), cls)
     if (path / "manifest.json").is_file():
@@ -39,8 +50,10 @@ def load_policy(source: str | Path, which: str = "auto", cls: type[PolicyModule]
             )
         from etude.runs.checkpoint import read_checkpoint
 
-        checkpoint = path.resolve()  # `last` and `best` are links
-        return _restore(checkpoint.parent.parent, read_checkpoint(checkpoint), cls)
+        checkpoint = read_checkpoint(path.resolve())  # `last` and `best` are links
+        if "lightning" in checkpoint.tree:
+            return from_tree(kind, checkpoint.tree, str(path))
+        return _restore(checkpoint.path.parent.parent, checkpoint, cls)
     raise CheckpointError(
         f"{path} is neither a run with checkpoints, nor a checkpoint, nor a saved policy; `etude runs` lists the runs"
     )
@@ -57,24 +70,20 @@ def _choose(run: Path, which: str) -> Checkpoint:
 
 
 def _restore(run: Path, checkpoint: Checkpoint, cls: type[PolicyModule] | None) -> nn.Module:
-    tree = checkpoint.tree
-    if "lightning" in tree:
-        from etude.policies.base import PolicyModule
-        from etude.policies.pretrained import from_tree
+    from etude.runs.checkpoint import acting_weights
 
-        return from_tree(cls or PolicyModule, tree, str(checkpoint.path))
+    tree = checkpoint.tree
     description = tree.get("session", {}).get("policy")
     policy: Any = _describe(description, checkpoint.path, run, cls) if description else _build(run)
-    weights = {**tree["policy"], **tree.get("shown", {}), **tree.get("ema", {})}
     try:
-        policy.load_state_dict(weights)
+        policy.load_state_dict(acting_weights(tree))
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{checkpoint.path}: the weights do not fit the policy: {reason}") from None
+        raise CheckpointError(f"{checkpoint.path}: the weights do not fit the policy: {one_line(error, 300)}") from None
     if "norm_stats" in tree:
-        from etude.policies.normalize import BatchStatistics, act_in_data_units
+        from etude.data.statistics import NormStats
+        from etude.policies.normalize import act_in_data_units
 
-        act_in_data_units(policy, BatchStatistics(tree["norm_stats"]))
+        act_in_data_units(policy, NormStats.from_any(tree["norm_stats"]))
     module: nn.Module = policy.eval()
     return module
 

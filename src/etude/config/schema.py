@@ -61,6 +61,8 @@ class RunConfig(Guarded):
     """Directory of the run under `root`; a run of that name goes on where it stopped. Null makes a new one."""
     root: str = Field(default="runs", min_length=1)
     """The directory that holds the runs."""
+    resume: str = Field(default="auto", min_length=1, exclude_if=lambda how: how == "auto")
+    """Go on from the run's newest checkpoint (auto), start afresh (never), or begin with this checkpoint's state."""
 
 
 class ExperimentConfig(Guarded):

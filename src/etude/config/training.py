@@ -17,7 +17,9 @@ from pydantic import (
     GetJsonSchemaHandler,
     PlainSerializer,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
@@ -36,6 +38,11 @@ if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
 else:
     ModelMetaclass = type(BaseModel)  # which pydantic does not name in public
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
 
 Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt"]
 
@@ -163,6 +170,10 @@ class TrainingConfiguration(Section):
     """CPU threads per rank; null takes one for a small policy on a CPU, else what torch or OMP_NUM_THREADS says."""
     num_workers: int = Field(default=0, ge=0)
     """Data-loading processes per rank; 0 loads in the training process."""
+    prefetch_factor: int | None = Field(default=None, ge=1, exclude_if=_is_none)
+    """Batches that each data-loading process makes ahead; null makes at least those of the next step."""
+    pin_memory: bool | None = Field(default=None, exclude_if=_is_none)
+    """Keep batches where a GPU copies them from fastest; null does so for data-loading processes where there is one."""
     shuffle: bool = True
     """Draw training samples in a random order, anew each epoch."""
 
@@ -182,8 +193,8 @@ class TrainingConfiguration(Section):
     """Several named optimizers, each over the parameters it matches; replaces the single one above."""
     freeze: list[str] = []
     """Parameter-name patterns to keep fixed (`backbone.*`); their modules stay in eval mode."""
-    precision: Literal["float32", "float64", "bf16", "fp16"] = "float32"
-    """Arithmetic of the forward pass; weights stay float32 under bf16 and fp16."""
+    precision: Literal["float32", "float64", "bf16", "fp16", "auto"] = "float32"
+    """Arithmetic of the forward pass; weights stay float32 under bf16 and fp16. auto is bf16 on CUDA, else float32."""
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """Keep an exponential moving average of the weights with this decay; evaluation then uses it."""
     compile: bool = False
@@ -197,8 +208,8 @@ class TrainingConfiguration(Section):
     """At most this many evaluation batches; null takes all."""
     save_every: DurationField | None = None
     """How often to save; null saves only at the end and when interrupted."""
-    keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints to keep."""
+    keep_last: int | None = Field(default=2, ge=1)
+    """Newest checkpoints to keep; null keeps all."""
     keep_best: int = Field(default=1, ge=0)
     """Best checkpoints to keep beside them."""
     best_metric: str = "eval/loss"
@@ -210,6 +221,13 @@ class TrainingConfiguration(Section):
 
     hang_timeout_s: float | None = Field(default=None, gt=0)
     """Seconds without progress before a rank counts as hung; null takes 20 times the longest step, 10 to 600 s."""
+
+    @field_validator("prefetch_factor")
+    @classmethod
+    def _require_workers(cls, ahead: int | None, given: ValidationInfo) -> int | None:
+        if ahead is not None and given.data.get("num_workers") == 0:
+            raise ValueError("needs num_workers of at least 1: batches are made ahead in processes of their own")
+        return ahead
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Subclasses may carry fields of their own, set after super().__init__(); declared fields stay frozen.

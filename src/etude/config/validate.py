@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from etude.builtins import BUILTINS
 from etude.config.components import COMPONENT_LISTS, COMPONENTS, KINDS
 from etude.config.params import check_params
 from etude.config.schema import SCHEMA_VERSION, Component, ExperimentConfig
@@ -81,7 +82,8 @@ def _check_component(
     except RegistryError as error:
         hidden = isinstance(shown, Interpolation)
         return {}, [Problem((*path, "type"), f"{shown} names no {registry.noun}" if hidden else str(error))]
-    if registry.name == "data" and component is not None and is_dataset_factory(component):
+    own = registry.is_builtin(key)  # a factory of ours has a constructor that says what its `build` takes
+    if registry.name == "data" and component is not None and is_dataset_factory(component) and not own:
         return dict(params), []  # its `build` takes them as they are; what it leaves unread is refused there
     kept = stored.get("params") if isinstance(stored, dict) else stored
     inner = kept if isinstance(kept, dict) else dict.fromkeys(params, kept)
@@ -97,8 +99,8 @@ def _check_loss(values: dict[str, Any]) -> list[Problem]:
     trainer = values.get("trainer")
     key = trainer.get("type") if isinstance(trainer, dict) else "trainer"
     registry = REGISTRIES["trainers"]
-    if isinstance(key, str) and key in registry and not registry.is_builtin(key):
-        if is_train_step(registry.get(key)):
+    if isinstance(key, str) and key in registry and key != "trainer":
+        if registry.is_builtin(key) or is_train_step(registry.get(key)):
             return []
     elif isinstance(trainer, dict) and key != "trainer":
         return []  # the trainer is what is wrong
@@ -125,7 +127,7 @@ def _check_optimizers(values: dict[str, Any], stored: dict[str, Any]) -> list[Pr
         given = params if isinstance(params, dict) else {}
         try:
             # Reading torch's source takes 30 ms; without parameters there is nothing to compare with it.
-            if key in registry and not given and registry.loaded(key) is None:
+            if not given and key in registry and registry.loaded(key) is None and key not in BUILTINS["optimizers"]:
                 continue
             kept = lookup(stored, where)
             inner = kept if isinstance(kept, dict) else dict.fromkeys(given, kept)

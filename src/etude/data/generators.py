@@ -23,6 +23,11 @@ class Generators:
         held = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
         self._own = [value for value in held if isinstance(value, _KINDS)]
 
+    @property
+    def has_own(self) -> bool:
+        """Whether an object holds one."""
+        return bool(self._own)
+
     def seed(self, key: int) -> None:
         """Seed them all from one key."""
         seed_everything(key)

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from etude.data.fetch import Fetch, Placed, Request
 from etude.data.workers import Workers
 from etude.types.protocols import Place
@@ -64,7 +66,9 @@ class IndexedData(Placed, ABC):
     def take(self, step: int) -> Sequence[Any]:
         """Return this rank's micro-batches of one optimizer step, from any step on."""
         if self._workers is None:
-            return [self.fetch(indices, keys) for indices, keys in self.requests(step)]
+            micros = [self.fetch(indices, keys) for indices, keys in self.requests(step)]
+            pin = self.place.pin_memory is True and torch.cuda.is_available()
+            return [_pinned(batch) for batch in micros] if pin else micros
         if step == self._last[0]:
             return self._last[1]
         if step != self._coming or self._last[0] < 0:
@@ -95,8 +99,15 @@ class IndexedData(Placed, ABC):
 
     def start_workers(self, place: Place, number: int) -> Workers:
         """Make the workers (they start with the first request)."""
-        ahead = max(2, -(-place.accumulate // number) + 1)  # at least the whole next step
-        return Workers(self.fetch, number, seed=place.seed, **{"ahead": ahead, **self.worker_options()})
+        least = max(2, -(-place.accumulate // number) + 1)  # at least the whole next step
+        options = {"ahead": place.prefetch_factor or least, "pin_memory": place.pin_memory, **self.worker_options()}
+        return Workers(self.fetch, number, seed=place.seed, **options)
+
+
+def _pinned(batch: Any) -> Any:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(batch)  # type: ignore[no-untyped-call]
 
 
 def _plain(index: Any) -> Any:

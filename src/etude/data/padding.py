@@ -5,7 +5,7 @@ Shape letters: B rows, T tokens.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,31 +16,16 @@ from etude.types.trajectory import compute_position_id_with_mask
 __all__ = ["compute_position_id_with_mask", "padding_data"]
 
 Truncation = Literal["left", "right", "error", "ignore"]
+Tokens = TypeVar("Tokens", Batch, Tensor)
 
 
-@overload
 def padding_data(
-    data: Batch,
-    max_length: int | None = ...,
-    pad_token_id: int = ...,
-    left_pad: bool = ...,
-    truncation: Truncation = ...,
-) -> Batch: ...
-@overload
-def padding_data(
-    data: Tensor,
-    max_length: int | None = ...,
-    pad_token_id: int = ...,
-    left_pad: bool = ...,
-    truncation: Truncation = ...,
-) -> Tensor: ...
-def padding_data(
-    data: Batch | Tensor,
+    data: Tokens,
     max_length: int | None = None,
     pad_token_id: int = 0,
     left_pad: bool = False,
     truncation: Truncation = "error",
-) -> Batch | Tensor:
+) -> Tokens:
     """Bring a batch, or token ids (B, T), to a length.
 
     Of a batch, every tensor as wide as `input_ids` is padded: the ids with the pad token, everything else with 0;

@@ -68,6 +68,10 @@ class StreamData(Placed):
         if self._row is not None:
             self._length = len(self._row)
             return
+        if place.prefetch_factor is not None:
+            raise DataError(
+                f"{self._name} is read in the training process, where nothing is made ahead; leave out prefetch_factor"
+            )
         if place.num_workers:
             log.warning("%s is read in the training process; num_workers serves datasets and loaders", self._name)
         self._passes = Passes(self.source, seed=place.seed, per_step=self._per_step(place), name=self._name)

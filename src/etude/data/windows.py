@@ -71,28 +71,24 @@ class Windows(Columns):
         frames_B = torch.from_numpy(indices)
         batch = {name: pick_rows(self.columns[name], frames_B) for name in self._single}
         if self._groups:
-            first_B1 = self._first[frames_B].unsqueeze(1)
-            last_B1 = self._last[frames_B].unsqueeze(1)
-            for steps_T, names in self._groups:
-                wanted_BT = frames_B.unsqueeze(1) + steps_T
-                rows_BT = wanted_BT.clamp(first_B1, last_B1)
-                is_pad_BT = rows_BT != wanted_BT
-                for name in names:
-                    batch[name] = pick_rows(self.columns[name], rows_BT)
-                    batch[f"{name}_is_pad"] = is_pad_BT
+            bounds_B1 = (self._first[frames_B].unsqueeze(1), self._last[frames_B].unsqueeze(1))
+            self._add_windows(batch, frames_B.unsqueeze(1), *bounds_B1)
         return batch
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample = {name: torch.as_tensor(self.columns[name][index]) for name in self._single}
-        first, last = int(self._first[index]), int(self._last[index])
-        for steps_T, names in self._groups:
-            wanted_T = steps_T + index
-            rows_T = wanted_T.clamp(first, last)
-            is_pad_T = rows_T != wanted_T
-            for name in names:
-                sample[name] = pick_rows(self.columns[name], rows_T)
-                sample[f"{name}_is_pad"] = is_pad_T
+        self._add_windows(sample, index, int(self._first[index]), int(self._last[index]))
         return sample
+
+    def _add_windows(self, batch: dict[str, Tensor], frames: Any, first: Any, last: Any) -> None:
+        """Add the windows around one frame, or around one in each row, within the bounds of its episode."""
+        for steps_T, names in self._groups:
+            wanted = frames + steps_T
+            rows = wanted.clamp(first, last)
+            is_pad = rows != wanted
+            for name in names:
+                batch[name] = pick_rows(self.columns[name], rows)
+                batch[f"{name}_is_pad"] = is_pad
 
     @cached_property
     def spec(self) -> DataSpec:

@@ -105,6 +105,7 @@ class Workers:
         *,
         seed: int = 0,
         ahead: int = 2,
+        pin_memory: bool | None = None,
         begin: Callable[[int], None] | None = None,
         context: Any = None,
     ) -> None:
@@ -116,7 +117,7 @@ class Workers:
             num_workers=number,
             prefetch_factor=ahead,
             persistent_workers=True,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=pin_memory is not False and torch.cuda.is_available(),
             worker_init_fn=_Begin(begin),
             multiprocessing_context=context,
             # A generator of its own: starting workers must not draw from the global one.

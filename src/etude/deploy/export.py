@@ -20,8 +20,7 @@ from etude.deploy.exported import FORMAT, MANIFEST_FILE, SCHEMA_VERSION, Exporte
 from etude.errors import CheckpointError, ConfigError
 from etude.extras import import_extra
 from etude.policies.base import PolicyModule
-from etude.policies.generative import GenerativePolicy
-from etude.policies.pretrained import describe
+from etude.policies.pretrained import describe, weights_as_bytes
 from etude.policies.spec import spec_to_json
 from etude.runs.durable import remove, temp_name, write_atomically
 from etude.types import Feature
@@ -56,13 +55,12 @@ class ChunkGraph(nn.Module):
     def forward(self, *values: Tensor) -> Tensor:
         """Return the chunk, (1, H, *action_shape)."""
         policy = self.policy
-        observation = policy.normalizer.normalize(dict(zip(self.names, values, strict=False)))
-        if isinstance(policy, GenerativePolicy):
-            actions = policy.denoise(values[-1], policy.condition(observation))[:, policy.n_obs_steps - 1 :]
+        observation = policy.normalize_observation(dict(zip(self.names, values, strict=False)))
+        if policy.noise_shape is not None:
+            actions = policy.sample_from_noise(observation, values[-1])
         else:
             actions = policy.sample_actions(observation)
-        actions = actions.reshape(*actions.shape[:2], *policy.action_shape)
-        return policy.normalizer.unnormalize_action(actions)
+        return policy.unnormalize_action(actions.reshape(*actions.shape[:2], *policy.action_shape))
 
 
 def export_policy(policy: nn.Module, directory: str | Path, kind: str = "torch") -> Exported:
@@ -103,10 +101,29 @@ def export_policy(policy: nn.Module, directory: str | Path, kind: str = "torch")
     return Exported(file, directory / MANIFEST_FILE, difference)
 
 
+def write_components(policy: nn.Module, directory: str | Path) -> list[str]:
+    """Write the weights of each component of a policy as `{component}.safetensors`; return the names of the files.
+
+    Statistics go beside them as dataset_stats.json. These are files for other programs and for `load_dir`; a policy
+    that is to act is exported as a graph, or pretrained.
+    """
+    if not isinstance(policy, nn.ModuleDict):
+        raise ConfigError(f"a {type(policy).__name__} is not made of components; use --format pretrained")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    contents = {f"{name}.safetensors": weights_as_bytes(component) for name, component in policy.items()}
+    statistics = getattr(policy, "statistics", None)
+    if statistics is not None:
+        contents["dataset_stats.json"] = (json.dumps(statistics.to_json(), indent=2) + "\n").encode()
+    for name, content in contents.items():
+        write_atomically(directory / name, content)
+    return list(contents)
+
+
 def _describe(policy: PolicyModule, kind: str) -> dict[str, Any]:
     seen = {name: feature for name, feature in policy.spec.features.items() if policy.looks_at(name, feature)}
     time = () if policy.observation_delta_indices is None else (len(policy.observation_delta_indices),)
-    noise = [policy.denoised_steps, policy.action_dim] if isinstance(policy, GenerativePolicy) else None
+    noise = None if policy.noise_shape is None else list(policy.noise_shape)
     return {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,

@@ -22,7 +22,6 @@ DTYPES = frozenset(
 )
 """Kinds of numbers that arrays may hold; all travel in little-endian order."""
 MAX_DIMENSIONS = 8
-PACKAGES = ("msgpack", "websockets")
 _ARRAY_KEYS = {"dtype", "shape", "bytes"}
 
 

@@ -11,7 +11,7 @@ import inspect
 import random
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from etude.loop.sharding import full_tensor, shard_like
+from etude.runs.tree import join_tensors, split_tensors
 
+MOST_OF_ONE_RANK = 1 << 14
+"""Numbers in a tensor that each rank keeps of its own; a generator's state has 5,056."""
 _LEFT_OUT = object()
 _STATELESS = (
     types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type, enum.Enum, Path,
@@ -150,6 +153,42 @@ class Kept:
         if isinstance(held, deque):
             return deque(after, held.maxlen)
         return tuple(after) if isinstance(held, tuple) else after
+
+
+def with_ranks(state: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+    """Return a state with what each rank keeps of its own, where ranks differ; every rank must call.
+
+    Large tensors, such as averaged weights, follow from what all ranks share: those of rank 0 stand for all.
+    """
+    skeleton, tensors = split_tensors(state["now"])
+    small = {
+        name: [str(value.dtype).removeprefix("torch."), list(value.shape), value.flatten().tolist()]
+        for name, value in tensors.items()
+        if value.numel() <= MOST_OF_ONE_RANK
+    }
+    everyone = gather([skeleton, small])
+    if all(one == everyone[0] for one in everyone):
+        return dict(state)
+    ranks = [
+        [
+            inner,
+            {
+                name: torch.tensor(v, dtype=getattr(torch, kind)).reshape(shape)
+                for name, (kind, shape, v) in own.items()
+            },
+        ]
+        for inner, own in everyone
+    ]
+    return {**state, "ranks": ranks}
+
+
+def of_rank(saved: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+    """Return what one rank had kept; one that is new takes over from rank 0."""
+    ranks = saved.get("ranks", [])
+    if rank >= len(ranks):
+        return saved
+    skeleton, small = ranks[rank]
+    return {**saved, "now": join_tensors(skeleton, {**split_tensors(saved["now"])[1], **small})}
 
 
 def tensors_of(module: nn.Module) -> list[Any]:

@@ -14,6 +14,7 @@ from etude.config.training import TrainingConfiguration
 from etude.data.evaluation import evaluation_batches
 from etude.errors import ConfigError
 from etude.loop.step import Meter, make_loss_function
+from etude.loop.weighing import Account
 from etude.rng import STREAM_EVALUATE, fold, seed_everything
 
 if TYPE_CHECKING:
@@ -72,12 +73,10 @@ def mean_losses(session: Session) -> dict[str, float]:
     for number, batch in enumerate(batches):
         session.pulse.enter("evaluate")
         seed_everything(fold(key, number * session.group.world + session.group.rank))
+        account = Account(1.0, 1)
         with session.precision.forward():
-            root, factor, weight, metrics = loss(batch)
-        if float(weight):
-            meter.add("loss", root.item() * factor / float(weight), float(weight))
-            for name, value in metrics.items():
-                meter.add(name, value, float(weight))
+            account.add(*loss(batch))
+        account.read(meter)
     return meter.read(session.group)
 
 

@@ -43,6 +43,8 @@ class Precision:
     """Which autocast a forward pass runs under, and the loss scale if it needs one."""
 
     def __init__(self, name: str, device: torch.device) -> None:
+        if name == "auto":
+            name = "bf16" if device.type == "cuda" else "float32"
         self.name = name
         self.device = device
         self.scale = LossScale() if name == "fp16" else None

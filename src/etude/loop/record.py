@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from etude.errors import CheckpointError, Interrupted
 from etude.loop.distributed import Group
 from etude.runs.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
@@ -201,7 +203,12 @@ class Record:
         if self.store is not None and self.group.is_main:
             if not self._said_size:
                 self._say_size(tree)
-            self.store.save(tree, step=step, metric=metric)
+            self.store.save(tree, step=step, metric=metric, name=self._name_of(step))
+
+    def _name_of(self, step: int) -> str | None:
+        """Return `epoch_3` for the first checkpoint after three epochs of a policy made of components."""
+        epochs, before = (int(self.trainer.data.epochs(at) + 1e-9) for at in (step, max(step - 1, 0)))
+        return f"epoch_{epochs}" if isinstance(self.trainer.policy, nn.ModuleDict) and epochs > before else None
 
     def _say_size(self, tree: Mapping[str, Any]) -> None:
         """Say once what checkpoints take, before a disk is full of them."""
@@ -210,11 +217,11 @@ class Record:
         total = sum(sizes.values())
         if total < LARGE_BYTES:
             return
-        config = self.trainer.config
+        config, most = self.trainer.config, self.trainer.config.keep_last
         parts = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in sizes.items() if size >= 0.05 * total)
         log.warning(
-            "each checkpoint takes %.1f GB (%s), and up to %d are kept in %s: see training.keep_last and keep_best",
-            total / 1e9, parts, config.keep_last + config.keep_best, self.directory,
+            "each checkpoint takes %.1f GB (%s), and %s are kept in %s: see training.keep_last and keep_best",
+            total / 1e9, parts, "all" if most is None else f"up to {most + config.keep_best}", self.directory,
         )  # fmt: skip
 
     def reserve(self, tree: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.callbacks import Callback, CallbackGroup, EarlyStop, ShowProgress
+from etude.data.statistics import NormStats
 from etude.errors import (
     CheckpointError,
     ConfigError,
@@ -40,7 +41,7 @@ from etude.loop.strategy import Strategy, count_parameters
 from etude.loop.threads import choose_threads
 from etude.loop.watchdog import Pulse, Watchdog
 from etude.low_precision import require_low_precision, require_low_precision_of
-from etude.policies.normalize import BatchStatistics, act_in_data_units
+from etude.policies.normalize import act_in_data_units
 from etude.rng import STREAM_INIT, STREAM_ROLLOUT, fold, seed_everything
 from etude.rollouts.measures import timed
 from etude.rollouts.updates import learn_from
@@ -87,7 +88,8 @@ class Session:
         checkpoint = self.record.find_checkpoint(resume)
         self.place = Place(
             config.seed, group.rank, group.world, config.batch_size, config.gradient_accumulation_steps,
-            config.num_workers, config.shuffle, state.order_version(checkpoint),
+            config.num_workers, config.shuffle, state.order_version(checkpoint), config.prefetch_factor,
+            config.pin_memory,
         )  # fmt: skip
         self.data = trainer.data
         choose_windows(trainer.policy, self.data, trainer.eval_data)
@@ -121,7 +123,7 @@ class Session:
         require_low_precision(config.precision, self.group.device)  # before any layer calculates
         seed_everything(fold(config.seed, STREAM_INIT))
         if getattr(self.policy, "is_built", True) is False:
-            if self.data.spec is None:
+            if self.data.spec is None and getattr(self.policy, "needs_spec", True):
                 raise ConfigError(
                     "the policy takes its shapes from the data, but the data has no spec; give the policy's shapes"
                 )
@@ -151,7 +153,8 @@ class Session:
         """Normalise batches by the statistics that came with the data, unless the policy normalises by itself."""
         given = getattr(self.data, "norm_stats", None)
         inside = hasattr(self.policy, "normalizer")
-        self.statistics = BatchStatistics(given) if given is not None and not inside else None
+        own: NormStats | None = getattr(self.policy, "statistics", None)  # those of the spec
+        self.statistics = NormStats.from_any(given) if given is not None and not inside else own
         self.normalize = None if self.statistics is None else self.statistics.normalize
         if self.statistics is not None:
             act_in_data_units(self.policy, self.statistics)
@@ -179,9 +182,8 @@ class Session:
                 self.strategy.settle(micros[0][0] if isinstance(micros, Updates) else micros[0])
 
     def _build_callbacks(self) -> None:
-        callbacks: list[Callback] = list(self.trainer.callbacks)
-        if self.config.early_stopping is not None:
-            callbacks.append(EarlyStop(self.config.early_stopping))
+        stopping = self.config.early_stopping
+        callbacks: list[Callback] = [*self.trainer.callbacks, *([EarlyStop(stopping)] if stopping is not None else [])]
         if self.group.is_main and self.trainer.show_progress:
             callbacks.append(ShowProgress())
         self.callbacks = CallbackGroup(callbacks)
@@ -440,7 +442,7 @@ class Session:
 
 def choose_windows(policy: nn.Module, *sources: Any) -> None:
     """Let data that is cut into windows of time take them from the policy: frames seen, actions planned."""
-    if not hasattr(policy, "action_delta_indices"):
+    if getattr(policy, "action_delta_indices", None) is None:
         return
     for source in sources:
         data = getattr(source, "dataset", source)

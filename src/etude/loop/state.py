@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from etude.errors import CheckpointError
 from etude.loop.optimizers import shown_weights
 from etude.loop.sharding import full_tensor
+from etude.runs.tree import Parted
 from etude.types.duration import Progress
 from etude.types.protocols import ORDER_VERSION
 
@@ -19,9 +22,12 @@ log = logging.getLogger("etude")
 
 def collect(session: Session) -> dict[str, Any]:
     """Return the state of a session as a tree of tensors and plain values; every rank must call."""
+    weights = session.strategy.state_dict()
+    optimizers = {n: o.state_dict(session.names) for n, o in session.optimizations.items()}
+    parted = isinstance(session.policy, nn.ModuleDict)  # every component, and its optimizer, is a file of its own
     tree: dict[str, Any] = {
-        "policy": session.strategy.state_dict(),
-        "optimizer": {n: o.state_dict(session.names) for n, o in session.optimizations.items()},
+        "policy": Parted(weights) if parted else weights,
+        "optimizer": Parted(optimizers, "_opt") if parted else optimizers,
         "session": {
             "progress": session.progress.to_dict(),
             "meter": session.meter.state_dict(),

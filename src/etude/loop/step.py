@@ -17,6 +17,7 @@ from etude.loop.optimizers import Optimization
 from etude.loop.precision import Precision
 from etude.loop.strategy import Strategy
 from etude.loop.watchdog import Pulse
+from etude.loop.weighing import Account
 from etude.rng import STREAM_STEP, fold, seed_everything
 from etude.types import Updates, split_loss
 
@@ -99,8 +100,6 @@ class Stepper:
         )
         self.optimizations, self.names, self.ids = optimizations, names, ids
         self.key = fold(seed, STREAM_STEP)
-        # Losses are divided by this constant before backward, and gradients corrected by the true weight after it:
-        # the true weight is known only once every rank has seen all its micro-batches.
         self.nominal = batch_size * accumulate
         self.params = [p for optimization in optimizations.values() for p in optimization.params]
         self.meter = Meter()
@@ -134,30 +133,23 @@ class Stepper:
     def _run_group(
         self, step: int, update: int, micros: Sequence[Any], stop_signal: int, seconds: float, env_steps: int
     ) -> Totals:
-        losses, weight, finding = self._backward(step, update, micros)
-        local = [
-            math.fsum(losses),
-            weight,
-            float(stop_signal),
-            seconds if self.group.is_main else 0.0,
-            float(env_steps),
-        ]
+        account, finding = self._backward(step, update, micros)
         if self.group.world > 1:
             self.pulse.enter("sync")
-            local = self.group.sum([*local, float(finding is not None)])
-            bad = not math.isfinite(local[0] + local[1]) or local[5] > 0
-        else:
-            bad = finding is not None or not math.isfinite(local[0] + local[1])
-        if bad:
-            guard.stop(self.group, step, finding or guard.check_losses(losses), self.ids(step))
+        clock = seconds if self.group.is_main else 0.0
+        more = [float(stop_signal), clock, float(env_steps), float(finding is not None)]
+        signal, clock, taken, findings = account.sum(self.group, more)
+        if findings or not account.is_finite:
+            at_fault = account.first_bad()
+            guard.stop(self.group, step, finding or (at_fault and at_fault[1]), self.ids(step))
         if micros:
-            self._update(step, local[1])
-        return Totals(local[0] / local[1] if local[1] else 0.0, local[1], int(local[2]), local[3], int(local[4]))
+            self._update(step, account.correction(self.group.world))
+        return Totals(account.mean, account.weight, int(signal), clock, int(taken))
 
-    def _backward(self, step: int, update: int, micros: Sequence[Any]) -> tuple[list[float], float, str | None]:
-        group, pulse, strategy, meter = self.group, self.pulse, self.strategy, self.meter
-        last, weight, finding = len(micros) - 1, 0.0, None
-        found: list[tuple[Tensor, float, float, Mapping[str, Any]]] = []
+    def _backward(self, step: int, update: int, micros: Sequence[Any]) -> tuple[Account, str | None]:
+        group, pulse, strategy = self.group, self.pulse, self.strategy
+        last, finding = len(micros) - 1, None
+        account = Account(self.nominal, len(micros))
         pulse.enter("loss")
         for i, micro in enumerate(micros):
             # By place in the global batch, not by rank: the same micro-batch meets the same dropout on any split.
@@ -167,27 +159,16 @@ class Stepper:
             finding = finding or guard.check_rewards(micro, i)
             if self.precision.casts:
                 with self.precision.forward():
-                    root, factor, loss_weight, metrics = strategy.loss(micro)
+                    share = strategy.loss(micro)
             else:
-                root, factor, loss_weight, metrics = strategy.loss(micro)
+                share = strategy.loss(micro)
             if i == last and group.world > 1:
                 pulse.enter("sync")
-            self._differentiate(root, factor)
-            found.append((root, factor, loss_weight, metrics))
-        # Read after the last backward pass: on an accelerator, reading waits for everything before it.
-        losses = []
-        for root, factor, loss_weight, metrics in found:
-            loss, count = root.item() * factor, float(loss_weight)
-            losses.append(loss)
-            weight += count
-            if count:
-                meter.add("loss", loss / count, count)
-                for name, value in metrics.items():
-                    meter.add(name, value, count)
-        return losses, weight, finding
+            self._differentiate(share[0], account.add(*share))
+        account.read(self.meter)
+        return account, finding
 
-    def _differentiate(self, root: Tensor, factor: float) -> None:
-        start = factor / self.nominal
+    def _differentiate(self, root: Tensor, start: float) -> None:
         if self.precision.scale is not None:
             start *= self.precision.scale.value
         if start == 1.0:
@@ -198,9 +179,8 @@ class Stepper:
             seed = self._seeds[start, root.dtype] = torch.tensor(start, dtype=root.dtype, device=root.device)
         root.backward(seed)  # type: ignore[no-untyped-call]
 
-    def _update(self, step: int, weight: float) -> None:
+    def _update(self, step: int, scale: float) -> None:
         self.pulse.enter("update")
-        scale = self.nominal * self.group.world / weight if weight else 0.0
         loss_scale = self.precision.scale
         if loss_scale is not None:
             scale /= loss_scale.value

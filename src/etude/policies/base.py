@@ -49,6 +49,8 @@ class PolicyModule(nn.Module, Executing):
 
     default_normalization: ClassVar[Mapping[str, str]] = {}
     """Modes by role in which the policy differs from the defaults of `Normalizer`."""
+    needs_spec: ClassVar[bool] = True
+    """Whether there are no layers without the features of the data."""
     spec: DataSpec
     normalizer: Normalizer
     action_name: str
@@ -176,9 +178,25 @@ class PolicyModule(nn.Module, Executing):
         self.require_built()
         observation = self.observations(batch)
         with evaluating(self):
-            actions = self.sample_actions(self.normalizer.normalize(observation))
-        actions = actions.reshape(*actions.shape[:2], *self.action_shape)
+            actions = self.sample_actions(self.normalize_observation(observation))
+        return self.unnormalize_action(actions.reshape(*actions.shape[:2], *self.action_shape))
+
+    def normalize_observation(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an observation as `sample_actions` takes it."""
+        return self.normalizer.normalize(observation)
+
+    def unnormalize_action(self, actions: Tensor) -> Tensor:
+        """Return normalised actions in the data's units."""
         return self.normalizer.unnormalize_action(actions)
+
+    def sample_from_noise(self, batch: Mapping[str, Any], noise: Tensor) -> Tensor:
+        """Return what `sample_actions` makes of given noise, where `noise_shape` says which."""
+        raise NotImplementedError(f"{type(self).__name__} makes no actions from noise")
+
+    @property
+    def noise_shape(self) -> tuple[int, ...] | None:
+        """Shape of the noise that one chunk is made from; None where none is needed."""
+        return None
 
     @torch.no_grad()
     def select_action(self, observation: Mapping[str, Any], slots: Sequence[int] | None = None) -> Tensor:

@@ -41,15 +41,18 @@ class Attention(nn.Module):
         return out
 
 
+def perceptron(width: int, dropout: float) -> nn.Module:
+    """Return what follows the attention in a block."""
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width))
+
+
 class DiTBlock(nn.Module):
     """Attention and a perceptron, each scaled, shifted and gated by the condition (adaLN-Zero)."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.attention = Attention(width, heads, dropout)
-        self.perceptron = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width)
-        )
+        self.perceptron = perceptron(width, dropout)
 
     def forward(self, x_BHW: Tensor, film_B1W: Tensor) -> Tensor:
         """Return the block's output; `film_B1W` holds six vectors side by side."""
@@ -58,7 +61,17 @@ class DiTBlock(nn.Module):
         return torch.addcmul(x_BHW, gate_2, self.perceptron(_modulate(x_BHW, shift_2, scale_2)))
 
 
-class DiT(nn.Module):
+class _OnActions(nn.Module):
+    """What both begin with: noisy actions as tokens that know their place, and the noise level as a token."""
+
+    def __init__(self, action_dim: int, horizon: int, width: int) -> None:
+        super().__init__()
+        self.inward = nn.Linear(action_dim, width)
+        self.positions = nn.Parameter(torch.empty(1, horizon, width))
+        self.embed = SinusoidalEmbedding(width)
+
+
+class DiT(_OnActions):
     """Predict a sequence of actions from a noisy one, its noise level, and a condition that steers every layer.
 
     Args:
@@ -82,11 +95,8 @@ class DiT(nn.Module):
         hidden_dim: int = 256,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
         width = hidden_dim
-        self.inward = nn.Linear(action_dim, width)
-        self.positions = nn.Parameter(torch.empty(1, horizon, width))
-        self.embed = SinusoidalEmbedding(width)
+        super().__init__(action_dim, horizon, width)
         self.step_encoder = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.condition = nn.Linear(condition_dim, width) if condition_dim else None
         self.blocks = nn.ModuleList([DiTBlock(width, n_heads, dropout) for _ in range(n_layers)])
@@ -120,9 +130,7 @@ class DecoderBlock(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(3)])
         self.attention = Attention(width, heads, dropout)
         self.cross_attention = Attention(width, heads, dropout)
-        self.perceptron = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width)
-        )
+        self.perceptron = perceptron(width, dropout)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x_BHW: Tensor, memory_BTW: Tensor, mask_HH: Tensor | None, mask_HT: Tensor | None) -> Tensor:
@@ -134,7 +142,7 @@ class DecoderBlock(nn.Module):
         return out
 
 
-class DenoisingTransformer(nn.Module):
+class DenoisingTransformer(_OnActions):
     """Predict a sequence of actions from a noisy one; the noise level and each observation are tokens to look at.
 
     Args:
@@ -165,11 +173,8 @@ class DenoisingTransformer(nn.Module):
         dropout: float = 0.01,
         causal: bool = True,
     ) -> None:
-        super().__init__()
         width = hidden_dim
-        self.inward = nn.Linear(action_dim, width)
-        self.positions = nn.Parameter(torch.empty(1, horizon, width))
-        self.embed = SinusoidalEmbedding(width)
+        super().__init__(action_dim, horizon, width)
         self.condition = nn.Linear(condition_dim, width)
         self.condition_positions = nn.Parameter(torch.empty(1, 1 + n_obs_steps, width))
         self.encoder = nn.Sequential(nn.Linear(width, 4 * width), nn.Mish(), nn.Linear(4 * width, width))

@@ -189,6 +189,15 @@ class GenerativePolicy(PolicyModule):
         )
         return self.denoise(noise, condition)[:, self.n_obs_steps - 1 :]
 
+    def sample_from_noise(self, batch: Mapping[str, Any], noise: Tensor) -> Tensor:
+        """Return the normalised actions that this noise becomes."""
+        return self.denoise(noise, self.condition(batch))[:, self.n_obs_steps - 1 :]
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """Shape of the noise that one chunk is made from."""
+        return (self.denoised_steps, self.action_dim)
+
 
 def even_draws(draws: int, batch: int, device: torch.device) -> Tensor:
     """Return numbers in [0, 1), (K * B,), one in each of K * B equal parts; the draws of a sample lie in K of them.

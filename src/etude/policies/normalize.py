@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from etude.errors import ConfigError, DataError
+from etude.data.statistics import NormStats, center_and_width
+from etude.errors import ConfigError
 from etude.policies.spec import condense
 from etude.reading.suggest import did_you_mean
 from etude.types import DataSpec, Feature
@@ -27,18 +28,9 @@ ROLE_MODES: Mapping[str, Mode] = {
 }
 """What holds for a role where nothing else is said."""
 
-WIDTH_FLOOR = 1e-6
-"""A dimension narrower than this, relative to its size, is constant: its width is 0, and it becomes 0 always."""
 OBSERVATION_LIMIT = 10.0
 """Normalised states are clamped here: a dimension that hardly moved in the data must not blow up on the robot."""
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
-_NEEDED: Mapping[Mode, tuple[str, ...]] = {
-    "mean_std": ("mean", "std"),
-    "min_max": ("min", "max"),
-    "quantiles": ("q01", "q99"),
-    "identity": (),
-    "imagenet": (),
-}
 
 
 class Normalizer(nn.Module):
@@ -129,117 +121,18 @@ def _affine(name: str, feature: Feature, mode: Mode) -> tuple[Tensor, Tensor]:
     if mode == "imagenet":
         mean, std = (torch.tensor(_IMAGENET[key]).reshape(3, 1, 1) for key in ("mean", "std"))
         return mean, std
-    stats: Mapping[str, Any] = feature.stats or {}
-    if missing := [key for key in _NEEDED[mode] if key not in stats]:
-        raise DataError(
-            f"{name} has no {' and '.join(missing)} in its statistics, which normalization {mode!r} needs; "
-            f"compute the dataset's statistics or set normalization: {{{name}: identity}}"
-        )
-    first, second = (torch.as_tensor(stats[key], dtype=torch.float64).reshape(shape) for key in _NEEDED[mode])
-    if not (first.isfinite().all() and second.isfinite().all()):
-        raise DataError(f"the statistics of {name} are not finite; look for NaN or infinity in the data")
-    center, width = (first, second) if mode == "mean_std" else ((first + second) / 2, (second - first) / 2)
-    if (width < 0).any():
-        raise DataError(f"the statistics of {name} contradict themselves: {' and '.join(_NEEDED[mode])} do not fit")
-    center, width = _widen_narrow(center, width, stats)
+    center, width = center_and_width(name, feature.stats or {}, mode, shape)
     return center.float(), width.float()
 
 
-def _widen_narrow(center: Tensor, width: Tensor, stats: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Give constant dimensions the width 0, and those that move only now and then (a gripper) their whole range."""
-    narrow = width <= WIDTH_FLOOR * center.abs().clamp(min=1.0)
-    if "min" not in stats or "max" not in stats:
-        return center, torch.where(narrow, 0.0, width)
-    low, high = (torch.as_tensor(stats[key], dtype=torch.float64).reshape(center.shape) for key in ("min", "max"))
-    moves = (high - low) / 2 > WIDTH_FLOOR * center.abs().clamp(min=1.0)
-    center = torch.where(narrow, (low + high) / 2, center)
-    return center, torch.where(narrow, torch.where(moves, (high - low) / 2, 0.0), width)
-
-
-class BatchStatistics:
-    """Normalise the batches of a loop by statistics that came with the data, for policies that do not do so inside.
-
-    Every floating-point key that is named is mapped by mean and std (or by min and max, to [-1, 1]); whole numbers and
-    keys that a batch lacks stay as they are. Constant dimensions become 0, as in `Normalizer`.
-
-    Args:
-        norm_stats: `{key: {"mean": ..., "std": ...}}`, as a dataset factory returns them.
-    """
-
-    def __init__(self, norm_stats: Mapping[str, Any]) -> None:
-        self.load(norm_stats)
-
-    def load(self, norm_stats: Mapping[str, Any]) -> None:
-        """Take other statistics from here on."""
-        self.values: dict[str, dict[str, Tensor]] = {}
-        """The statistics themselves, in float64."""
-        self._affine: dict[str, tuple[Tensor, Tensor]] = {}
-        for name, stats in norm_stats.items():
-            if not isinstance(stats, Mapping):
-                raise DataError(f"norm_stats must be {{key: {{mean, std}}}}, got {type(stats).__name__} for {name!r}")
-            mode: Mode = "min_max" if "mean" not in stats and "min" in stats else "mean_std"
-            known = {key: stats[key] for key in ("mean", "std", "min", "max") if stats.get(key) is not None}
-            self.values[name] = {key: torch.as_tensor(value).double() for key, value in known.items()}
-            if not self.values[name]:
-                raise DataError(
-                    f"norm_stats of {name!r} have no mean and std, but {', '.join(map(str, stats)) or 'none'}"
-                )
-            first = next(iter(self.values[name].values()))
-            self._affine[name] = _affine(name, Feature(tuple(first.shape), stats=self.values[name]), mode)
-
-    def normalize(self, batch: Any, *, complete: bool = True) -> Any:
-        """Return the batch with every key that the statistics name normalised, on the device and in the type it has.
-
-        Args:
-            batch: Tensors by name.
-            complete: Whether a batch in which nothing is named is a mistake; an observation may have nothing.
-        """
-        if not isinstance(batch, Mapping) or (complete and not any(name in batch for name in self._affine)):
-            found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-            raise DataError(f"norm_stats name {', '.join(self._affine)}, none of which is in the batch: {found}")
-        out = dict(batch)
-        for name in self._affine:
-            value = out.get(name)
-            if isinstance(value, Tensor) and value.is_floating_point():
-                # What never changed in the data carries no news: divided by infinity it is 0.
-                out[name] = self._map(name, value, lambda x, c, w: (x - c) / torch.where(w > 0, w, torch.inf))
-        return out
-
-    def unnormalize(self, name: str, value: Tensor) -> Tensor:
-        """Return a normalised tensor in the data's units."""
-        return self._map(name, value, lambda x, c, w: x * w + c) if name in self._affine else value
-
-    def _map(self, name: str, value: Tensor, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        kind = torch.promote_types(value.dtype, torch.float32)
-        center, width = (part.to(value.device, kind) for part in self._affine[name])
-        try:
-            return change(value.to(kind), center, width).to(value.dtype)
-        except RuntimeError as error:
-            raise DataError(
-                f"norm_stats of {name!r} have shape {tuple(center.shape)}, which does not fit {tuple(value.shape)}"
-            ) from error
-
-    def differs_from(self, other: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-        """Name the keys whose statistics are not the same."""
-        return [
-            name
-            for name in {**self.values, **other}
-            if name not in other
-            or name not in self.values
-            or self.values[name].keys() != other[name].keys()
-            or not all(torch.equal(value, other[name][key].double()) for key, value in self.values[name].items())
-        ]
-
-    def to_json(self) -> dict[str, dict[str, Any]]:
-        """Return the statistics as plain lists."""
-        return {name: {key: value.tolist() for key, value in stats.items()} for name, stats in self.values.items()}
-
-
-def act_in_data_units(policy: nn.Module, statistics: BatchStatistics, action: str = "action") -> None:
+def act_in_data_units(policy: nn.Module, statistics: NormStats, action: str = "action") -> None:
     """Let a policy that was trained on normalised batches be shown observations, and give actions, in the data's units.
 
     For policies that normalise inside there is nothing to do; nor for those that do not act.
     """
+    if hasattr(policy, "use_statistics"):
+        policy.use_statistics(statistics)  # type: ignore[operator]
+        return
     for name in ("select_action", "predict_action_chunk"):
         method = getattr(policy, name, None)
         if callable(method):
@@ -250,7 +143,7 @@ def act_in_data_units(policy: nn.Module, statistics: BatchStatistics, action: st
 class _InDataUnits:
     """A method of a policy between normalised observations and data units."""
 
-    def __init__(self, method: Any, statistics: BatchStatistics, action: str) -> None:
+    def __init__(self, method: Any, statistics: NormStats, action: str) -> None:
         self.method, self.statistics, self.action = method, statistics, action
         self.__signature__ = inspect.signature(method)
 

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from etude.data.statistics import NormStats
 from etude.errors import CheckpointError, ConfigError, DataError, RegistryError, one_line
+from etude.policies.normalize import act_in_data_units
 from etude.policies.spec import spec_from_json, spec_to_json
+from etude.reading.plain import map_leaves
 from etude.registry import POLICY_REGISTRY
 from etude.runs.checkpoint import read_checkpoint
 from etude.runs.durable import write_atomically
@@ -34,9 +37,9 @@ def describe(policy: PolicyModule, params: Mapping[str, Any]) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "policy": POLICY_REGISTRY.key_of(kind),
         "class": f"{kind.__module__}:{kind.__qualname__}",
-        "params": _plain(params),
+        "params": map_leaves(params, _plain),
         "executor": policy.executor.settings(),
-        "spec": spec_to_json(policy.spec),
+        "spec": spec_to_json(policy.spec) if hasattr(policy, "spec") else None,
     }
     try:
         json.dumps(description, allow_nan=False)
@@ -49,16 +52,22 @@ def describe(policy: PolicyModule, params: Mapping[str, Any]) -> dict[str, Any]:
 
 def save(policy: PolicyModule, description: Mapping[str, Any], directory: Path) -> None:
     """Write a policy to a directory, each file in one step; the description, which tells the weights' hash, last."""
-    from safetensors.torch import save as to_bytes
-
-    tensors: dict[str, Tensor] = {
-        name: value.detach().cpu().contiguous().clone() for name, value in policy.state_dict().items()
-    }
-    content = to_bytes(tensors, {"format": "pt"})
+    content = weights_as_bytes(policy)
     directory.mkdir(parents=True, exist_ok=True)
     complete = {**description, "weights_sha256": hashlib.sha256(content).hexdigest()}
     write_atomically(directory / WEIGHTS_FILE, content)
     write_atomically(directory / CONFIG_FILE, (json.dumps(complete, indent=2, allow_nan=False) + "\n").encode())
+
+
+def weights_as_bytes(module: nn.Module) -> bytes:
+    """Return the state dictionary of a module as the content of a safetensors file."""
+    from safetensors.torch import save as to_bytes
+
+    tensors: dict[str, Tensor] = {
+        name: value.detach().cpu().contiguous().clone() for name, value in module.state_dict().items()
+    }
+    content: bytes = to_bytes(tensors, {"format": "pt"})
+    return content
 
 
 def load(kind: type[PolicyModule], directory: Path) -> Any:
@@ -83,6 +92,9 @@ def from_tree(kind: type[PolicyModule], tree: Mapping[str, Any], source: str) ->
     if "lightning" in tree:
         description, weights = tree["lightning"].get("policy"), tree["model"]
         weights = {name.removeprefix("policy."): value for name, value in weights.items()}
+        if description is None:
+            instead = "load it with YourModule.load_from_checkpoint"
+            raise CheckpointError(f"{source} holds a LightningModule, not a policy by itself; {instead}")
     else:
         description, weights = tree.get("session", {}).get("policy"), {**tree.get("policy", {}), **tree.get("ema", {})}
     if description is None:
@@ -104,8 +116,10 @@ def from_description(kind: type[PolicyModule], description: Mapping[str, Any], s
     try:
         policy: PolicyModule = found(**description["params"])
         policy.is_restored = True
-        policy.build(spec_from_json(description["spec"]))
+        policy.build(spec_from_json(description["spec"]) if description["spec"] or policy.needs_spec else None)  # type: ignore[arg-type]
         policy.set_execution(**description["executor"])
+        if "norm_stats" in description:
+            act_in_data_units(policy, NormStats(description["norm_stats"]))
     except (ConfigError, DataError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{source} does not describe a {found.__name__} of this Etude: {error}") from error
     return policy
@@ -155,8 +169,4 @@ def _find_class(kind: type[PolicyModule], description: Mapping[str, Any], source
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value

@@ -139,13 +139,6 @@ def crop_images(images_NCHW: Tensor, size: tuple[int, int], *, at_random: bool) 
                        columns_NW[:, None, None, :]]  # fmt: skip
 
 
-def map_size(height: int, width: int) -> tuple[int, int]:
-    """Return the height and width of the feature map of an image: five halvings, rounded up."""
-    for _ in range(5):
-        height, width = (height + 1) // 2, (width + 1) // 2
-    return height, width
-
-
 class FrozenBatchNorm(nn.Module):
     """BatchNorm with the statistics and weights it was pretrained with; none of them learns."""
 

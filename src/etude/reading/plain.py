@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etude.reading.interpolate import Interpolation, escape
+
+
+def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return nested mappings and lists with each value in them as `leaf` makes it; keys become text, tuples lists."""
+    if isinstance(value, Mapping):
+        return {str(key): map_leaves(item, leaf) for key, item in value.items()}
+    return [map_leaves(item, leaf) for item in value] if isinstance(value, list | tuple) else leaf(value)
 
 
 def overlay(base: Any, given: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import ConfigError
-from etude.rng import fold, generators_kept, seed_everything
+from etude.rng import fold, generators_kept
 from etude.rollouts.graph import Graph
 from etude.rollouts.system import Scorer, System
 
@@ -43,8 +43,7 @@ def speak(system: System, who: Who, contexts: Sequence[Any], keys: Sequence[int]
     """
     repeated = [context for context in contexts for _ in range(n)]
     ask = system.rollout_prompt_with_auditor if who == "auditor" else system.rollout_prompt_with_target
-    with generators_kept():
-        seed_everything(fold(*keys, n, int(who == "target")))
+    with generators_kept(fold(*keys, n, int(who == "target"))):
         found = list(ask(repeated))
     if len(found) != len(repeated):
         raise ValueError(f"the {who} returned {len(found)} texts for {len(repeated)} contexts")

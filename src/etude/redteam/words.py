@@ -9,7 +9,7 @@ from typing import Final
 from etude.errors import ConfigError, as_path
 from etude.policies.language.smollm2 import quiet_transformers
 from etude.policies.language.tiny import Tiny, make_tokenizer
-from etude.rng import generators_kept, seed_everything
+from etude.rng import generators_kept
 
 _WORDS = (
     "the a my his her our their this that and but so because then never always very really was is has had felt made "
@@ -39,8 +39,7 @@ def write_word_model(
     if not words or len(set(words)) < len(words) or any(word.split() != [word] for word in words):
         raise ConfigError("words: give distinct words, without spaces in them")
     tokenizer = make_tokenizer([f" {word}" for word in words], r" ?[^ ]+")
-    with generators_kept():
-        seed_everything(seed)
+    with generators_kept(seed):
         model = Tiny.of({**SIZES, **sizes}).model(len(tokenizer))
     with quiet_transformers():
         model.save_pretrained(directory)

@@ -7,18 +7,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from etude.callbacks import Callback
+from etude.callbacks import EvaluateEvery
 from etude.errors import ConfigError, RolloutError
 from etude.rng import STREAM_EVALUATE, fold
 from etude.rollouts.text import TextRollouts, as_mapping
 from etude.signatures.nested import ComponentOf
-from etude.types.duration import Duration, Progress
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer
 
 
-class EvaluateRewards(Callback):
+class EvaluateRewards(EvaluateEvery):
     """Draw completions of held-out tasks every so often and at the end; logged as eval/reward.
 
     With `training.best_metric: eval/reward` and `training.best_mode: max` the best checkpoint earns the most.
@@ -45,14 +44,15 @@ class EvaluateRewards(Callback):
     ) -> None:
         if limit is not None and limit < 1:
             raise ConfigError(f"evaluate_rewards: limit must be at least 1, or null for all tasks; got {limit}")
-        self.every, self.limit = Duration.parse(every), limit
+        super().__init__(every)
+        self.limit = limit
         self._given = {"tasks": tasks, "reward": reward, "group_size": completions}
         self._max_new_tokens, self._greedy = max_new_tokens, greedy
         self.measures = ("eval/reward",)
-        self._before = Progress()
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Draw as the training data does, but for what is given."""
+        super().on_fit_start(trainer)
         data: Any = trainer.data
         if not isinstance(data, TextRollouts):
             raise ConfigError("evaluate_rewards goes with data of type rollouts")
@@ -65,7 +65,6 @@ class EvaluateRewards(Callback):
         if self._max_new_tokens is not None:
             sampling = replace(sampling, max_new_tokens=self._max_new_tokens)
         self._rollouts.sampling = sampling
-        self._before = trainer.progress
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """End the process of the reward function."""
@@ -76,15 +75,8 @@ class EvaluateRewards(Callback):
         if hasattr(self, "_rollouts"):
             self._rollouts.close()
 
-    def on_step_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Evaluate when it is due, and after the last step."""
-        before, self._before = self._before, trainer.progress
-        if self.every.due(before, self._before) or trainer.session.finished:
-            trainer.session.measure(lambda: self._evaluate(trainer))
-
-    def _evaluate(self, trainer: Trainer) -> Mapping[str, float]:
-        if trainer.rank != 0:
-            return {}
+    def evaluate(self, trainer: Trainer) -> Mapping[str, float]:
+        """Return the mean reward of the tasks."""
         drawn = self._rollouts
         count = len(drawn.tasks) if self.limit is None else min(len(drawn.tasks), self.limit)
         tasks = [drawn.tasks[index] for index in range(count)]

@@ -53,7 +53,7 @@ class _Axis:
         return ((math.log10(value) if self.log else value) - low) / (high - low)
 
 
-def downsample(steps: Sequence[float], values: Sequence[float], buckets: int = MOST_BUCKETS) -> list[int]:
+def downsample(values: Sequence[float], buckets: int = MOST_BUCKETS) -> list[int]:
     """Pick the indices to draw: the least and the greatest of each bucket, and both ends."""
     count = len(values)
     if count <= 2 * buckets:
@@ -140,7 +140,7 @@ def _plan_scale(x: _Axis, y: _Axis, lines: Sequence[Series], best: _Point | None
 
 
 def _plan_curve(line: Series, x: _Axis, y: _Axis) -> dict[str, Any]:
-    raw = [(_px(x, line.steps[i]), _py(y, line.values[i])) for i in downsample(line.steps, line.values)]
+    raw = [(_px(x, line.steps[i]), _py(y, line.values[i])) for i in downsample(line.values)]
     smoothed: list[_Point] = []
     if len(line.values) >= SMOOTH_FROM_POINTS and _is_rough(line.values):
         means = smooth(line.values)
@@ -177,7 +177,7 @@ def _describe(title: str, lines: Sequence[Series]) -> str:
 
 
 def _points(line: Series) -> list[list[float]]:
-    chosen = downsample(line.steps, line.values)
+    chosen = downsample(line.values)
     return [[line.steps[i] for i in chosen], [float(f"{line.values[i]:.6g}") for i in chosen]]
 
 

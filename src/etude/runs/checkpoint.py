@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,26 +21,25 @@ from torch import Tensor
 
 from etude.errors import CheckpointError
 from etude.runs import durable
+from etude.runs.fallback import first_good, put_aside
+from etude.runs.folder import STATE_NAME, Staged, entries, fill, free_stem, publish, stage
 from etude.runs.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
-    STEP_NAME,
     DamagedCheckpointError,
     Manifest,
     open_listed,
     read_manifest,
     verify,
+    verify_files,
 )
-from etude.runs.tensor_file import StagedFile, copy_all, read_tensors
-from etude.runs.tree import join_tensors, split_tensors
+from etude.runs.tensor_file import StagedFile, read_tensors
+from etude.runs.tree import join_tensors, split_files, split_tensors
 
-__all__ = ["MIGRATIONS", "SCHEMA_VERSION", "Checkpoint", "CheckpointStore", "read_checkpoint"]
+__all__ = ["MIGRATIONS", "SCHEMA_VERSION", "Checkpoint", "CheckpointStore", "acting_weights", "read_checkpoint"]
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lambda tree: tree}
 """By the schema version they start from: functions that bring a loaded tree one version up."""
-
-_STATE_NAME = "state.json"
-_KEY = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")
 
 
 @dataclass(frozen=True)
@@ -55,17 +53,6 @@ class Checkpoint:
     info: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One save, staged: nothing in it changes when training goes on."""
-
-    step: int
-    metric: float | None
-    info: Any
-    skeletons: dict[str, Any]
-    files: dict[str, StagedFile]
-
-
 class CheckpointStore:
     """Saves and loads the checkpoints of one run; one process writes, any number may read."""
 
@@ -73,13 +60,13 @@ class CheckpointStore:
         self,
         directory: Path | str,
         *,
-        keep_last: int = 2,
+        keep_last: int | None = 2,
         keep_best: int = 1,
         best_mode: Literal["min", "max"] = "min",
         on_warning: Callable[[str], None] | None = None,
     ) -> None:
-        """Open a store; `on_warning` may be called from the thread that writes."""
-        if keep_last < 1 or keep_best < 0:
+        """Open a store; `on_warning` may be called from the writing thread; with `keep_last` None all are kept."""
+        if (keep_last is not None and keep_last < 1) or keep_best < 0:
             raise ValueError(f"keep_last must be at least 1 and keep_best at least 0, got {keep_last} and {keep_best}")
         self.directory = Path(directory)
         self._keep_last, self._keep_best, self._best_mode = keep_last, keep_best, best_mode
@@ -101,19 +88,21 @@ class CheckpointStore:
         step: int,
         metric: float | None = None,
         info: Mapping[str, Any] | None = None,
+        name: str | None = None,
         wait: bool = False,
     ) -> Path:
         """Copy the state and return; write, verify and prune in the background. Return where it will be.
 
         A failure to write is a warning, and an error only for those who wait. State that cannot be saved at all
-        raises at once.
+        raises at once. A `name` is a link to the checkpoint, beside the directory of all of them.
         """
         started_s = time.perf_counter()
         self._wait_for_writer()
         self.waited_s += time.perf_counter() - started_s
         self._error = None
-        job = self._stage(tree, step, None if metric is None else float(metric), info or {})
-        self._pending = self._background().submit(self._write, job)
+        staged, facts = self._stage(tree, step, info or {})
+        metric = None if metric is None else float(metric)
+        self._pending = self._background().submit(self._write, staged, step, metric, facts, name)
         self.blocked_s = time.perf_counter() - started_s
         if wait:
             self.wait()
@@ -127,9 +116,8 @@ class CheckpointStore:
         self._wait_for_writer()
         self._staged = {}
         for key, value in tree.items():
-            _, tensors = split_tensors(value)
-            if tensors:
-                self._staged[key] = StagedFile(tensors)
+            for stem, (_, tensors) in split_files(key, value)[1].items():
+                self._staged[free_stem(stem, self._staged)] = StagedFile(tensors)
         self._pending = self._background().submit(_touch_all, list(self._staged.values()))
 
     def wait(self) -> None:
@@ -146,18 +134,18 @@ class CheckpointStore:
         """
         self._wait_for_writer()
         if which == "last":
-            return self._load_first([path for _, path in self._entries()], "no checkpoint")
+            return self._load_first([path for _, path in entries(self.directory)], "no checkpoint")
         if which == "best":
             return self._load_first(self._by_metric(self._warn), "no checkpoint with a metric")
         if isinstance(which, int):
-            paths = [path for step, path in self._entries() if step == which]
+            paths = [path for step, path in entries(self.directory) if step == which]
             if not paths:
                 have = ", ".join(map(str, self.steps())) or "none"
                 raise CheckpointError(f"no checkpoint of step {which} in {self.directory}; steps: {have}")
             return read_checkpoint(paths[0])
         path = Path(which)
         for inner in (path, path / "checkpoints"):
-            if not (inner / MANIFEST_NAME).exists() and _entries_of(inner):
+            if not (inner / MANIFEST_NAME).exists() and entries(inner):
                 return CheckpointStore(inner, best_mode=self._best_mode, on_warning=self._warn).load("last")
         if not path.exists():
             raise CheckpointError(f"there is no checkpoint at {path}")
@@ -165,12 +153,12 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, oldest first."""
-        return sorted({step for step, _ in self._entries()})
+        return sorted({step for step, _ in entries(self.directory)})
 
     @property
     def last(self) -> Path | None:
         """The newest checkpoint."""
-        return next((path for _, path in self._entries()), None)
+        return next((path for _, path in entries(self.directory)), None)
 
     @property
     def best(self) -> Path | None:
@@ -179,30 +167,15 @@ class CheckpointStore:
 
     # Staging: the only part that training waits for.
 
-    def _stage(self, tree: Mapping[str, Any], step: int, metric: float | None, info: Mapping[str, Any]) -> _Job:
+    def _stage(self, tree: Mapping[str, Any], step: int, info: Mapping[str, Any]) -> tuple[Staged, Any]:
         if type(step) is not int or step < 0:
             raise ValueError(f"a step is a whole number from 0, got {step!r}")
         facts, stray = split_tensors(dict(info))
         if stray:
             raise CheckpointError(f"info holds the tensor {next(iter(stray))!r}; tensors belong into the tree")
-        skeletons: dict[str, Any] = {}
-        files: dict[str, StagedFile] = {}
-        views: list[Tensor] = []
-        sources: list[Tensor] = []
-        parts: Mapping[Any, Any] = tree
-        for key, value in parts.items():
-            if not isinstance(key, str) or not _KEY.match(key):
-                raise CheckpointError(f"the top-level key {key!r} cannot name a file; use letters, digits, - and _")
-            skeletons[key], tensors = split_tensors(value)
-            if not tensors:
-                continue
-            staged = self._staged.get(key)
-            files[key] = staged if staged and staged.fits(tensors) else StagedFile(tensors)
-            views += files[key].views
-            sources += tensors.values()
-        copy_all(views, sources)
-        self._staged = files
-        return _Job(step, metric, facts, skeletons, files)
+        staged = stage(tree, self._staged)
+        self._staged = staged.files
+        return staged, facts
 
     def _wait_for_writer(self) -> None:
         pending = self._pending
@@ -222,60 +195,29 @@ class CheckpointStore:
 
     # Everything below `_write` runs in the background.
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, staged: Staged, step: int, metric: float | None, facts: Any, name: str | None) -> None:
         try:
-            self._write_aside_and_publish(job)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            durable.remove_leftovers(self.directory)
+            with durable.in_use(self.directory / durable.temp_name(f"{step:08d}")) as temp:
+                temp.mkdir()
+                fill(temp, staged, step, metric, facts)
+                publish(temp, self._path(step))
         except (OSError, CheckpointError) as error:
             good = self.last
             self._error = CheckpointError(
-                f"the checkpoint of step {job.step} could not be written to {self.directory}: {_describe(error)}; "
+                f"the checkpoint of step {step} could not be written to {self.directory}: {_describe(error)}; "
                 + (f"the last good one is {good.name}" if good else "there is no other one yet")
             )
             self._warn(str(self._error))
             return
         try:
             self._link()
-            self._prune(job.step)
+            if name is not None:
+                durable.swap_symlink(self.directory.parent / name, f"{self.directory.name}/{self._path(step).name}")
+            self._prune(step)
         except OSError as error:
             self._warn(f"old checkpoints in {self.directory} could not be tidied: {_describe(error)}")
-
-    def _write_aside_and_publish(self, job: _Job) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        durable.remove_leftovers(self.directory)
-        with durable.in_use(self.directory / durable.temp_name(f"{job.step:08d}")) as temp:
-            temp.mkdir()
-            records = {}
-            for key, staged in job.files.items():
-                name = f"{key}.safetensors"
-                records[name] = durable.write_hashed(temp / name, staged.parts())
-            state = json.dumps({"tree": job.skeletons}, allow_nan=False).encode()
-            records[_STATE_NAME] = durable.write_hashed(temp / _STATE_NAME, [state])
-            manifest = Manifest(job.step, job.metric, job.info, records)
-            durable.write_hashed(temp / MANIFEST_NAME, [manifest.dump()])
-            durable.fsync_directory(temp)
-            self._publish(temp, job.step)
-
-    def _publish(self, temp: Path, step: int) -> None:
-        """Rename into place and verify there; an older checkpoint of this step goes only after that."""
-        final = self._path(step)
-        older = [path for other, path in self._entries() if other == step]
-        target = final
-        revision = 0
-        while os.path.lexists(target):
-            revision += 1
-            target = final.with_name(f"{final.name}-r{revision}")
-        os.rename(temp, target)
-        durable.fsync_directory(self.directory)
-        try:
-            verify(target)
-        except CheckpointError:
-            durable.discard(target)
-            raise
-        for path in older:
-            durable.discard(path)
-        if target != final:
-            os.rename(target, final)
-            durable.fsync_directory(self.directory)
 
     def _link(self) -> None:
         for name, path in (("last", self.last), ("best", self.best)):
@@ -283,58 +225,46 @@ class CheckpointStore:
                 durable.swap_symlink(self.directory / name, path.name)
 
     def _prune(self, step: int) -> None:
-        """Remove what is neither new nor good enough; called only once the checkpoint of `step` has been verified."""
+        """Remove what is neither new nor good enough; called only once the checkpoint of `step` has been verified.
+
+        The future of another history (a damaged or an older checkpoint was resumed) is somebody's result, as far as it
+        is good, and stays under a name that nothing loads by itself.
+        """
         keep = set(self._by_metric()[: self._keep_best])
         newest = 0
-        for other, path in self._entries():
-            if other > step:
-                self._set_aside(path, step)
-                continue
+        for other, path in entries(self.directory):
             try:
-                read_manifest(path)
+                (verify if other > step else read_manifest)(path)
+                is_ours = True
             except DamagedCheckpointError as error:
                 self._warn(f"removed a checkpoint that cannot be loaded: {error}")
                 durable.discard(path)
                 continue
             except CheckpointError:
-                continue  # Written by a newer Etude: not ours to judge.
-            newest += 1
-            if newest > self._keep_last and path not in keep:
-                durable.discard(path)
+                is_ours = False  # Written by a newer Etude: not ours to judge.
+            if other > step:
+                self._warn(
+                    f"the run went back before {path} and has now saved step {step}: the other is kept as "
+                    f"{put_aside(path).name}"
+                )
+            elif is_ours:
+                newest += 1
+                if self._keep_last is not None and newest > self._keep_last and path not in keep:
+                    durable.discard(path)
         self._link()
-
-    def _set_aside(self, path: Path, step: int) -> None:
-        """Rename the future of another history: the run went back (a damaged or an older checkpoint was resumed).
-
-        What is good in it is somebody's result, and stays under a name that nothing loads by itself.
-        """
-        try:
-            verify(path)
-        except DamagedCheckpointError as error:
-            self._warn(f"removed a checkpoint that cannot be loaded: {error}")
-            durable.discard(path)
-            return
-        except CheckpointError:
-            pass  # Written by a newer Etude: not ours to judge.
-        target, revision = path.with_name(f"old-{path.name}"), 0
-        while os.path.lexists(target):
-            revision += 1
-            target = path.with_name(f"old-{path.name}-{revision}")
-        os.rename(path, target)
-        self._warn(f"the run went back before {path} and has now saved step {step}: the other is kept as {target.name}")
+        for link in self.directory.parent.iterdir():
+            if link.is_symlink() and not link.exists() and os.readlink(link).startswith(f"{self.directory.name}/step-"):
+                link.unlink()  # its checkpoint has gone
 
     # Looking around.
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
 
-    def _entries(self) -> list[tuple[int, Path]]:
-        return _entries_of(self.directory)
-
     def _by_metric(self, warn: Callable[[str], None] | None = None) -> list[Path]:
         sign = 1.0 if self._best_mode == "min" else -1.0
         ranked = []
-        for step, path in self._entries():
+        for step, path in entries(self.directory):
             try:
                 metric = read_manifest(path).metric
             except CheckpointError as error:
@@ -345,19 +275,13 @@ class CheckpointStore:
                 ranked.append((sign * metric, step, path))
         return [path for _, _, path in sorted(ranked)]
 
-    def _load_first(self, paths: Iterable[Path], nothing: str) -> Checkpoint:
-        damage = ""
-        for path in paths:
-            try:
-                checkpoint = read_checkpoint(path)
-            except DamagedCheckpointError as error:
-                damage = f"; the last problem: {error}"
-                self._warn(f"{error}; looking for an older checkpoint")
-                continue
-            if damage:
-                self._warn(f"using {path.name} (step {checkpoint.step}) instead")
-            return checkpoint
-        raise CheckpointError(f"{nothing} in {self.directory} can be loaded{damage}")
+    def _load_first(self, paths: Iterable[Path], what: str) -> Checkpoint:
+        return first_good(paths, read_checkpoint, self.directory, what=what, say=self._warn)
+
+
+def acting_weights(tree: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the weights that a policy acts with: averaged ones, where training kept any, over those it trained."""
+    return {**tree.get("policy", {}), **tree.get("shown", {}), **tree.get("ema", {})}
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
@@ -372,16 +296,22 @@ def read_checkpoint(directory: Path) -> Checkpoint:
                 contents[name] = read_tensors(file, digest) if name.endswith(".safetensors") else file.readall()
                 if isinstance(contents[name], bytes):
                     digest.update(contents[name])
-        name = _STATE_NAME
+        verify_files(directory, manifest.others)
+        name = STATE_NAME
         if name not in contents:
             raise ValueError("is not listed in the manifest")
-        skeletons = json.loads(contents[name])["tree"].items()
+        state = json.loads(contents[name])
         tree = {}
-        for key, skeleton in skeletons:
-            name = f"{key}.safetensors"
-            tree[key] = join_tensors(skeleton, contents.get(name, {}))
+        for key, skeleton in state["tree"].items():
+            tensors: dict[str, Tensor] = {}
+            for stem, prefix in {key: "", **state.get("parts", {}).get(key, {})}.items():
+                name = f"{stem}.safetensors"
+                tensors |= {f"{prefix}{inner}": tensor for inner, tensor in contents.get(name, {}).items()}
+            tree[key] = join_tensors(skeleton, tensors)
         name = MANIFEST_NAME
         info = join_tensors(manifest.info, {})
+    except DamagedCheckpointError:
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError, CheckpointError) as error:
         raise DamagedCheckpointError(directory, name, f"cannot be read: {error}") from None
     return Checkpoint(manifest.step, _migrate(tree, manifest, directory), directory, manifest.metric, info)
@@ -401,16 +331,6 @@ def _migrate(tree: dict[str, Any], manifest: Manifest, directory: Path) -> dict[
             )
         tree = MIGRATIONS[version](tree)
     return tree
-
-
-def _entries_of(directory: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of the checkpoint directories, newest first."""
-    try:
-        names = os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    matches = sorted(((int(m[1]), int(m[2] or 0)), name) for name in names if (m := STEP_NAME.match(name)))
-    return [(step, directory / name) for (step, _), name in reversed(matches)]
 
 
 def _describe(error: Exception) -> str:

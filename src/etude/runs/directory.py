@@ -14,8 +14,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, no_place
 from etude.reading import yaml12
+from etude.reading.plain import map_leaves
 from etude.runs.durable import is_this_host, process_alive, write_atomically
 from etude.runs.metrics import MetricsLog, last_metrics
 from etude.secrets import holds_secret, redact_tree
@@ -47,10 +48,10 @@ class Run:
                 return cls(directory)
             except FileExistsError as error:
                 if not directory.exists():  # it is the root that is there, as a file
-                    raise _no_place(error, directory) from None
+                    raise no_place(error, directory) from None
                 count += 1
             except OSError as error:
-                raise _no_place(error, directory) from None
+                raise no_place(error, directory) from None
 
     @property
     def name(self) -> str:
@@ -138,7 +139,7 @@ class Run:
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
-        self._write("status.json", json.dumps(_finite(status), indent=2, default=str) + "\n")
+        self._write("status.json", json.dumps(map_leaves(status, _finite), indent=2, default=str) + "\n")
 
     def status(self) -> dict[str, Any]:
         """Return what `set_status` recorded; empty if nothing readable was, and without values that make no sense."""
@@ -256,13 +257,8 @@ def resolve_run(
     try:
         run.dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _no_place(error, run.dir) from None
+        raise no_place(error, run.dir) from None
     return run
-
-
-def _no_place(error: OSError, directory: Path) -> ConfigError:
-    place = os.fsdecode(error.filename or directory)
-    return ConfigError(f"cannot use {place}: {error.strerror}; make it writable, or name another place")
 
 
 def _summarize(run: Run) -> RunSummary:
@@ -301,10 +297,4 @@ def _plain(value: Any, path: str) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        return repr(value)
-    return value
+    return repr(value) if isinstance(value, float) and not abs(value) < float("inf") else value

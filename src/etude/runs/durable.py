@@ -87,6 +87,12 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
     return FileRecord(digest.hexdigest(), size_bytes)
 
 
+def sync_hashed(path: Path) -> FileRecord:
+    """Make a file that somebody else wrote durable, and return its hash."""
+    _fsync(path, os.O_RDONLY)
+    return hash_file(path)
+
+
 def hash_file(path: Path, kind: str = "xxh3_128") -> FileRecord:
     """Return the hash and size of a regular file, reading it once in large chunks."""
     digest = _HASHES[kind]()
@@ -112,12 +118,12 @@ def open_regular(path: Path) -> io.FileIO:
     return io.FileIO(path)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file's content in one step: readers and crashes see the old or the new, never a part."""
+def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
+    """Replace a file's content in one step: readers and crashes see the old or the new, never a half of it."""
     temp = path.parent / temp_name(path.name)
     temp.unlink(missing_ok=True)
     try:
-        write_hashed(temp, [content])
+        write_hashed(temp, parts)
         os.replace(temp, path)
     except OSError:
         temp.unlink(missing_ok=True)
@@ -127,7 +133,11 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def fsync_directory(directory: Path) -> None:
     """Make renames and new names inside a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _fsync(directory, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

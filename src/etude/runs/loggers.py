@@ -20,6 +20,7 @@ from typing import Any, Literal
 import yaml
 
 from etude.errors import MissingExtraError
+from etude.reading.plain import map_leaves
 from etude.secrets import redact, redact_tree
 from etude.types.protocols import Logger
 
@@ -166,7 +167,8 @@ class TensorBoardLogger:
         tensor = _require("tensorboard.compat.proto.tensor_pb2", "tensorboard").TensorProto
         types = _require("tensorboard.compat.proto.types_pb2", "tensorboard")
         plugin = summary.SummaryMetadata.PluginData(plugin_name="text")
-        text = "\n".join(f"    {line}" for line in yaml.safe_dump(_as_data(config), sort_keys=False).splitlines())
+        lines = yaml.safe_dump(map_leaves(config, _as_data), sort_keys=False).splitlines()
+        text = "\n".join(f"    {line}" for line in lines)
         content = tensor(dtype=types.DT_STRING, string_val=[text.encode()])
         metadata = summary.SummaryMetadata(plugin_data=plugin)
         return summary.Summary(value=[summary.Summary.Value(tag="config", metadata=metadata, tensor=content)])
@@ -305,10 +307,6 @@ def _describe(error: BaseException) -> str:
 
 
 def _as_data(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _as_data(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_data(item) for item in value]
     return value if value is None or type(value) in (bool, int, float, str) else str(value)
 
 

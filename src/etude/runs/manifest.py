@@ -7,9 +7,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from etude.runs.durable import FileRecord, Hash, feed, hash_file, open_regular
 SCHEMA_VERSION = 2
 """1 listed SHA-256 hashes; 2 lists hashes of any known kind."""
 MANIFEST_NAME = "manifest.json"
-STEP_NAME = re.compile(r"^step-(\d{8,})(?:-r(\d+))?$")
-"""Names of checkpoint directories; a revision (-r1) exists while, or when a crash came while, a step is replaced."""
+STEP_NAME = re.compile(r"^(step-(?=\d{8})|checkpoint-)(\d+)(?:-r(\d+))?$")
+"""Names of checkpoint directories, ours and those of transformers; a revision (-r1) exists while, or when a crash came
+while, a step is replaced."""
 
-# No separators and two known endings: a manifest can never point outside its directory, nor at a pickle.
-_FILE_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)$")
+# No separators and two known endings: what is read can never lie outside the directory, nor be a pickle.
+FILE_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)$")
 _MAX_MANIFEST_BYTES = 64 << 20
 
 
@@ -44,16 +45,19 @@ class Manifest:
     info: Any
     """Facts of the caller, as the JSON skeleton of `runs.tree`."""
     files: dict[str, FileRecord]
+    others: dict[str, FileRecord] = field(default_factory=dict)
+    """Files that must be whole too, though Etude never reads them: a vocabulary, an adapter in a folder of its own."""
     schema_version: int = SCHEMA_VERSION
 
     def dump(self) -> bytes:
         """Return the one byte string that stands for this manifest."""
         metric = self.metric
+        others = {name: file.to_json() for name, file in self.others.items()}
         body = {
             "schema_version": self.schema_version,
             "step": self.step,
             "metric": metric if metric is None or abs(metric) < float("inf") else repr(metric),
-            "info": self.info,
+            "info": {**self.info, "others": others} if others else self.info,
             "files": {name: file.to_json() for name, file in self.files.items()},
         }
         return _seal(body)
@@ -78,7 +82,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise DamagedCheckpointError(directory, MANIFEST_NAME, "is damaged: it does not match its own SHA-256")
     manifest = _read_body(directory, body)
     named = STEP_NAME.match(directory.name)
-    if named and int(named[1]) != manifest.step:
+    if named and int(named[2]) != manifest.step:
         raise DamagedCheckpointError(directory, MANIFEST_NAME, f"belongs to step {manifest.step}, not to this one")
     return manifest
 
@@ -86,10 +90,15 @@ def read_manifest(directory: Path) -> Manifest:
 def verify(directory: Path) -> Manifest:
     """Check every file of a checkpoint against its manifest and return the manifest."""
     manifest = read_manifest(directory)
-    for name, expected in manifest.files.items():
+    verify_files(directory, {**manifest.files, **manifest.others})
+    return manifest
+
+
+def verify_files(directory: Path, files: Mapping[str, FileRecord]) -> None:
+    """Check that files are as they are listed."""
+    for name, expected in files.items():
         with open_listed(directory, name, expected) as (file, digest):
             feed(file, digest)
-    return manifest
 
 
 @contextmanager
@@ -133,13 +142,27 @@ def _read_body(directory: Path, body: Any) -> Manifest:
             )
         files = {name: FileRecord.from_json(entry) for name, entry in body["files"].items()}
         for name in files:
-            if not _FILE_NAME.match(name) or name == MANIFEST_NAME:
+            if not FILE_NAME.match(name) or name == MANIFEST_NAME:
                 raise ValueError(f"file name {name!r}: only .safetensors and .json files beside it are read")
-        metric = body["metric"]
+        metric, info = body["metric"], body["info"]
         step = int(body["step"])
-        return Manifest(step, None if metric is None else float(metric), body["info"], files, version)
+        others = _read_others(info.pop("others", {})) if isinstance(info, dict) else {}
+        return Manifest(step, None if metric is None else float(metric), info, files, others, version)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise DamagedCheckpointError(directory, MANIFEST_NAME, f"is not a manifest ({error})") from None
+
+
+def _read_others(listed: Any) -> dict[str, FileRecord]:
+    for name in listed:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"file name {name!r}: only files inside the checkpoint belong to it")
+    # Checkpoints of the first schema list the SHA-256 and the size.
+    return {
+        name: FileRecord(str(entry[0]), int(entry[1]), "sha256")
+        if isinstance(entry, list)
+        else FileRecord.from_json(entry)
+        for name, entry in listed.items()
+    }
 
 
 def _seal(body: Any) -> bytes:

@@ -41,10 +41,6 @@ class MetricsLog:
         self._size_bytes = next((end for end, line in lines if _is_row_until(line, step)), 0)
         os.ftruncate(self._descriptor, self._size_bytes)
 
-    def sync(self) -> None:
-        """Make the rows so far survive a power cut."""
-        os.fsync(self._descriptor)
-
     def close(self) -> None:
         """Write what still waits and close the file; closing twice is fine."""
         if self._descriptor < 0:

@@ -78,6 +78,13 @@ def copy_all(views: list[Tensor], tensors: list[Tensor]) -> None:
             torch.accelerator.synchronize()
 
 
+def file_parts(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """Return the content of a file of tensors; those that share memory are each written in full."""
+    staged = StagedFile(tensors)
+    copy_all(staged.views, list(tensors.values()))
+    return staged.parts()
+
+
 def read_tensor_file(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, each in memory of its own; raise ValueError if it is none."""
     with open_regular(path) as file:

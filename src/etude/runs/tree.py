@@ -6,6 +6,7 @@ JSON alone loses tuples, non-text keys, NaN and infinity, so these become object
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +18,36 @@ from etude.errors import CheckpointError
 
 _TENSOR, _TUPLE, _DICT, _FLOAT = "$tensor", "$tuple", "$dict", "$float"
 _RESERVED_NAME = "__metadata__"  # The safetensors header keeps this one for itself.
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _PLAIN = frozenset({int, str, bool, type(None)})
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
+
+
+class Parted(dict[str, Any]):
+    """A mapping whose tensors are kept in a file for each first part of their names: of `encoder.weight`, `encoder`.
+
+    Args:
+        values: The mapping.
+        suffix: Ends the name of each file.
+    """
+
+    def __init__(self, values: Mapping[str, Any], suffix: str = "") -> None:
+        super().__init__(values)
+        self.suffix = suffix
+
+
+def split_files(key: str, value: Any) -> tuple[Any, dict[str, tuple[str, dict[str, Tensor]]]]:
+    """Return a JSON skeleton, and by the name of each file what its tensors' names began with and the tensors."""
+    skeleton, tensors = split_tensors(value)
+    if not isinstance(value, Parted):
+        return skeleton, {key: ("", tensors)} if tensors else {}
+    files: dict[str, tuple[str, dict[str, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        part, dot, rest = name.partition(".")
+        own = dot and _FILE_NAME.fullmatch(part)
+        stem, prefix, rest = (part + value.suffix, f"{part}.", rest) if own else (key, "", name)
+        files.setdefault(stem, (prefix, {}))[1][rest] = tensor
+    return skeleton, files
 
 
 def split_tensors(tree: Any) -> tuple[Any, dict[str, Tensor]]:

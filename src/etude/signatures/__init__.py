@@ -1,6 +1,7 @@
 """What a component takes: its parameters, read from the source without importing it, or from a live object.
 
-Reading the source keeps `etude check` and `etude list` free of torch. Imports only the standard library.
+Reading the source keeps `etude check` and `etude list` free of torch; what it says of Etude's own components is stored
+(`etude.signatures.stored`), so that none of theirs is parsed at a start. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -11,47 +12,14 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from etude.signatures.annotations import interpret, understood
 from etude.signatures.nested import ParametersOf, find_nested
 from etude.signatures.source import Source, find_source
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter of a component."""
-
-    name: str
-    type: str
-    """The annotation as written; empty if there is none."""
-    annotation: Any
-    """The type that values are validated against; `Any` where the annotation is not understood."""
-    default: str
-    """The default as Python text; empty if the parameter is required."""
-    required: bool
-    help: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """The parameters that a component accepts by name."""
-
-    parameters: tuple[Parameter, ...] = ()
-    open: bool = False
-    """Whether further names are accepted (`**kwargs`)."""
-    summary: str = ""
-    """The first line of the component's docstring."""
-
-    def without(self, names: Iterable[str]) -> Signature:
-        """Return the signature less the parameters that the framework supplies."""
-        hidden = frozenset(names)
-        return Signature(tuple(p for p in self.parameters if p.name not in hidden), self.open, self.summary)
-
-    def get(self, name: str) -> Parameter | None:
-        """Return one parameter by name."""
-        return next((p for p in self.parameters if p.name == name), None)
+from etude.signatures.stored import read_stored
+from etude.signatures.values import Parameter as Parameter
+from etude.signatures.values import Signature as Signature
 
 
 def _inherit(own: Signature, inherited: Signature | None) -> Signature:
@@ -66,13 +34,18 @@ def _inherit(own: Signature, inherited: Signature | None) -> Signature:
 def _group(annotation: Any) -> Signature | None:
     """Return the parameters that `**options: Annotated[Any, ParametersOf(...)]` stands for."""
     said = find_nested(annotation)
-    return read_static(said.target) if isinstance(said, ParametersOf) else None
+    return parse_static(said.target) if isinstance(said, ParametersOf) else None
 
 
 # ---- from source -----------------------------------------------------------------------------------------------------
 
 
 def read_static(target: str) -> Signature | None:
+    """Return the signature of `module:attribute` without importing it; None if its source does not tell."""
+    return read_stored(target) or parse_static(target)
+
+
+def parse_static(target: str) -> Signature | None:
     """Read the signature of `module:attribute` from its source; None if the source does not tell."""
     module, _, attribute = target.partition(":")
     source = find_source(module)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
@@ -81,9 +80,18 @@ class Source:
         return home.lookup(attribute) if home is not None and home is not self else None
 
 
-@lru_cache(maxsize=256)
+SOURCES: dict[str, Source | None] = {}
+"""What has been parsed, by module."""
+
+
 def find_source(module: str) -> Source | None:
-    """Parse the source of a module that is installed; None if there is none."""
+    """Return the parsed source of a module that is installed; None if there is none."""
+    if module not in SOURCES:
+        SOURCES[module] = _parse(module)
+    return SOURCES[module]
+
+
+def _parse(module: str) -> Source | None:
     spec = find_spec(module)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None

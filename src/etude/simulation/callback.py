@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from etude.callbacks import Callback
+from etude.callbacks import EvaluateEvery
 from etude.signatures.nested import OptionsOf
-from etude.types.duration import Duration, Progress
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer
 
 
-class EvaluateInSimulation(Callback):
+class EvaluateInSimulation(EvaluateEvery):
     """Measure success in an environment every so often and at the end; logged as eval/success.
 
     With `training.best_metric: eval/success` and `training.best_mode: max` the best checkpoint is the most successful.
@@ -45,29 +44,21 @@ class EvaluateInSimulation(Callback):
         video_dir: str | None = None,
         videos: int = 2,
     ) -> None:
+        super().__init__(every)
         self.env, self.episodes, self.split, self.seed = env, episodes, split, seed
-        self.every = Duration.parse(every)
         self.workers, self.options, self.tasks = workers, options, tasks
         self.video_dir, self.videos = None if video_dir is None else Path(video_dir), videos
         self.measures = ("eval/success", "eval/steps", "eval/reward")
-        self._before = Progress()
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Remember where training goes on from; refuse an environment that the policy cannot act in."""
-        self._before = trainer.progress
+        super().on_fit_start(trainer)
         from etude.simulation.evaluate import check_environments
 
         check_environments(trainer.policy, self.env, options=self.options, tasks=self.tasks)
 
-    def on_step_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Simulate when it is due, and after the last step."""
-        before, self._before = self._before, trainer.progress
-        if self.every.due(before, self._before) or trainer.session.finished:
-            trainer.session.measure(lambda: self._simulate(trainer))
-
-    def _simulate(self, trainer: Trainer) -> Mapping[str, float]:
-        if trainer.rank != 0:
-            return {}
+    def evaluate(self, trainer: Trainer) -> Mapping[str, float]:
+        """Return the success in simulation; its episodes are written into the run."""
         from etude.simulation.evaluate import evaluate_policy
 
         session = trainer.session

@@ -43,6 +43,8 @@ class Place:
     num_workers: int = 0
     shuffle: bool = True
     order_version: int = ORDER_VERSION
+    prefetch_factor: int | None = None
+    pin_memory: bool | None = None
 
     @property
     def global_batch(self) -> int:

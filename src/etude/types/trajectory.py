@@ -104,10 +104,7 @@ class Trajectory:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field, like a dictionary."""
-        try:
-            return self[name]
-        except KeyError:
-            return default
+        return getattr(self, name) if name in _CORE else self.extra_fields.get(name, default)
 
     def keys(self) -> list[str]:
         """Return the names of all fields."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -56,3 +57,25 @@ def test_a_model_that_cannot_be_built_is_one_sentence(tmp_path: Path, wrong: str
     assert isinstance(done.exception, ConfigError)
     assert "net.yaml:" in str(done.exception)
     assert "\n" not in str(done.exception)
+
+
+@pytest.mark.parametrize("place", ["file/net.svg", "/proc/nowhere/net.svg", "/dev/full", "."])
+def test_a_place_that_takes_no_drawing_is_one_sentence(tmp_path: Path, place: str) -> None:
+    (tmp_path / "net.yaml").write_text(MODEL)
+    (tmp_path / "file").write_text("in the way of a folder")
+    done = CliRunner().invoke(app, ["model", "show", str(tmp_path / "net.yaml"), "-o", str(tmp_path / place)])
+    assert isinstance(done.exception, ConfigError)
+    assert re.fullmatch(r"cannot use /\S*: [^\n]+; make it writable, or name another place", str(done.exception))
+    assert done.output == ""
+
+
+def test_what_is_no_model_file_is_said_as_of_every_other_file(tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    for path in (tmp_path / "absent.yaml", tmp_path / "list.yaml", tmp_path / "broken.yaml", tmp_path):
+        said = []
+        for command in (["model", "show"], ["check"]):
+            done = CliRunner().invoke(app, [*command, str(path)])
+            assert isinstance(done.exception, ConfigError)
+            said.append(str(done.exception).partition(";")[0])
+        assert said[0] == said[1]

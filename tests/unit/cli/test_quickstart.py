@@ -85,11 +85,20 @@ def test_unknown_tasks_and_policies_are_refused(tmp_path: Path) -> None:
         run_quickstart("reach", "pixie", tmp_path, **SMALL)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quickstart that was left alone, in the folder `q` of this one."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run_quickstart("reach", "mlp", Path("q"), **SMALL)
+    return folder
+
+
 @needs_sim
 @pytest.mark.slow
-def test_everything_is_left_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run_quickstart("reach", "mlp", Path("q"), **SMALL)
+def test_everything_is_left_in_one_folder(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(whole)
     page = Path("q/report.html").read_text()
     for text in ("Success in simulation", "metaworld/reach", "data:video/mp4;base64,"):
         assert text in page
@@ -110,22 +119,22 @@ def test_everything_is_left_in_one_folder(tmp_path: Path, monkeypatch: pytest.Mo
 @needs_sim
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_interrupted_anywhere_it_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_anywhere_it_goes_on_to_the_same_end(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-m", "etude", "quickstart", *ARGUMENTS]
-    whole = subprocess.run([*command[:-1], "whole"], capture_output=True, text=True, check=False, timeout=240)
-    assert whole.returncode == 0, whole.stderr
     for sign in ("[1/4] record ...", "[2/4] train ...", "[3/4] evaluate ..."):
         _kill_after(sign, command)
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("report: q/report.html")
     for name in ("evaluation/metaworld-reach-test.csv", "demonstrations/etude_recording.json"):
-        assert Path("q", name).read_text() == Path("whole", name).read_text()
-    facts = [json.loads(Path(name, "quickstart.json").read_text())["stages"] for name in ("q", "whole")]
+        assert Path("q", name).read_text() == (whole / "q" / name).read_text()
+    facts = [json.loads(Path(name, "quickstart.json").read_text())["stages"] for name in ("q", whole / "q")]
     for stage in ("record", "train", "evaluate"):
         assert facts[0][stage]["facts"] == facts[1][stage]["facts"]
-    weights = [load_policy(Path(name)).state_dict() for name in ("q", "whole")]
+    weights = [load_policy(Path(name)).state_dict() for name in ("q", whole / "q")]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 

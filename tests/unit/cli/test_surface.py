@@ -107,7 +107,7 @@ etude serve-policy --key TEXT
 etude serve-policy --port N = 8765
 etude serve-policy --which best|last|STEP = auto
 etude export POLICY
-etude export --format torch|onnx|pretrained = torch
+etude export --format torch|onnx|pretrained|components = torch
 etude export --output -o DIR
 etude export --which best|last|STEP = auto
 etude new trainer NAME

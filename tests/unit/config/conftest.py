@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from etude import registry
+from etude import plugins, registry
 from etude.config.load import Loaded, load
 
 PLUGIN = '''
@@ -91,12 +91,12 @@ loggers: []
 def registries_restored() -> Iterator[None]:
     """Put registries and plugins back as they were."""
     entries = {name: dict(one._entries) for name, one in registry.REGISTRIES.items()}
-    files, modules = dict(registry._PLUGIN_FILES), set(sys.modules)
+    files, modules = dict(plugins.PLUGIN_FILES), set(sys.modules)
     yield
     for name, one in registry.REGISTRIES.items():
         one._entries = entries[name]
-    registry._PLUGIN_FILES.clear()
-    registry._PLUGIN_FILES.update(files)
+    plugins.PLUGIN_FILES.clear()
+    plugins.PLUGIN_FILES.update(files)
     for name in set(sys.modules) - modules:
         if name.startswith("etude_plugin_"):
             del sys.modules[name]

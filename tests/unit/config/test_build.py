@@ -163,6 +163,18 @@ def test_weights_made_at_once_follow_from_the_seed(built: Callable[..., Any]) ->
     assert not torch.equal(built("", "training.seed=4").policy.layer.weight, first)
 
 
+def test_losses_in_the_box_get_every_parameter_of_the_configuration(built: Callable[..., Any]) -> None:
+    assert built("trainer: stepper\nloss: {type: l2_loss, params: {reduction: sum}}\n").algorithm.reduction == "sum"
+    loss = "{type: sinkhorn_knopp, params: {p: 2, lam_state: 0.5, blur: 0.1, debias: false, scaling: 0.8}}"
+    transport = built(f"trainer: stepper\nloss: {loss}\n").algorithm
+    made = transport.transport
+    assert (made.p, transport.lam_state, made.blur, made.debias, made.scaling) == (2, 0.5, 0.1, False, 0.8)
+    with pytest.raises(ConfigError, match=r"loss.params.reductoin: unknown key; did you mean 'reduction'\?"):
+        built("trainer: stepper\nloss: {type: l2_loss, params: {reductoin: sum}}\n")
+    with pytest.raises(ConfigError, match="p must be 1 or 2, got 5"):
+        built("trainer: stepper\nloss: {type: sinkhorn_knopp, params: {p: 5}}\n")
+
+
 def test_dataset_factories_are_told_where_they_run(built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from etude.registry import DATASET_BUILDER_REGISTRY
 

@@ -1,14 +1,16 @@
 """What a configuration may say: every unknown key, wrong type and misfit is told, with its place, all at once."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from etude.config.load import Loaded, load
+from etude.config.presets import presets
 from etude.config.schema import ExperimentConfig
 from etude.errors import ConfigError
-from etude.registry import CALLBACK_REGISTRY
+from etude.registry import CALLBACK_REGISTRY, REGISTRIES
 
 Config = Callable[..., Loaded]
 
@@ -35,7 +37,7 @@ Config = Callable[..., Loaded]
         ("training: {ema_decay: 1}", "training.ema_decay: must be less than 1, got 1"),
         ("training: {shuffle: 1}", "training.shuffle: expected true or false, got 1"),
         ("training: {shuffle: maybe}", "training.shuffle: expected true or false, got 'maybe'"),
-        ("training: {precision: bf61}", "'bf16' or 'fp16', got 'bf61'; did you mean 'bf16'?"),
+        ("training: {precision: bf61}", "'fp16' or 'auto', got 'bf61'; did you mean 'bf16'?"),
         ("training: {duration: 3 eons}", "training.duration: cannot read '3 eons' as a duration"),
         ("training: {duration: true}", "training.duration: cannot read True as a duration"),
         ("training: {freeze: x}", "training.freeze: expected a list, got 'x'"),
@@ -187,9 +189,33 @@ def test_a_loaded_configuration_cannot_be_changed(config: Config) -> None:
         loaded.config.training.lr = 3.0
 
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(presets().values()), ids=lambda path: path.name)
 def test_every_ready_experiment_is_valid(path: Path) -> None:
     load(path)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize(
+    "kind, key, params, message",
+    [
+        ("data", "episodic_dataset_factory", "chunk_sise: 3", "unknown key; did you mean 'chunk_size'?"),
+        ("data", "lerobot_dataset_factory", "action_horizon: much", "expected a whole number, got 'much'"),
+        (
+            "optimizers",
+            "adamw_warmup_cosine_decay",
+            "total_steps: 3",
+            "optimizer_params.peak_lr: required, and missing",
+        ),
+        ("optimizers", "schedule_free_radam", "lrr: 1", "optimizer_params.lrr: unknown key"),
+    ],
+)
+def test_parts_in_the_box_are_checked_before_and_after_their_first_use(
+    config: Config, kind: str, key: str, params: str, message: str, is_loaded: bool
+) -> None:
+    if is_loaded:
+        REGISTRIES[kind].get(key)
+    slot = f"eval_data: {{type: {key}, params: {{{params}}}}}"
+    if kind == "optimizers":
+        slot = f"training: {{optimizer: {key}, optimizer_params: {{{params}}}}}"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config(slot)

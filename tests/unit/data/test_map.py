@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from etude.data import Columns, MapData
 from etude.data.noise import normals, uniforms
@@ -212,6 +214,24 @@ def test_generators_that_a_dataset_keeps_are_seeded_too() -> None:
 
 def mix(samples: list[dict[str, Tensor]]) -> Tensor:
     return torch.stack([sample["draws"] for sample in samples]).mean(0) + torch.rand(3)
+
+
+class Seldom(Dataset[dict[str, Tensor]]):
+    """Draws from torch always, and from NumPy and Python for a few samples only."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        seldom = {5: random.random, 40: np.random.standard_normal}.get(index, float)()
+        return {"index": torch.tensor(index), "draws": torch.stack([torch.rand(()), torch.tensor(float(seldom))])}
+
+
+def test_samples_that_seldom_draw_do_so_under_their_own_keys() -> None:
+    alone = by_sample(taken(MapData(Seldom()), list(range(64)), Place(batch_size=1)))
+    together = by_sample(taken(MapData(Seldom()), [0, 1], Place(batch_size=32)))
+    assert alone == together and len({draws[0] for draws in alone.values()}) == 64
+    assert alone[5][1] != 0 != alone[40][1]
 
 
 def test_randomness_in_the_collate_function_repeats() -> None:

@@ -99,6 +99,18 @@ def test_ranks_that_use_different_experts_take_the_step_of_one_process(tmp_path:
     assert result.metrics["train/twice"] == pytest.approx(2 * result.metrics["train/loss"])
 
 
+def test_a_component_that_nobody_optimizes_is_named_by_one_rank(tmp_path: Path) -> None:
+    def work() -> None:
+        handler = logging.FileHandler(tmp_path / f"said-{os.environ['RANK']}")
+        logging.getLogger("etude").addHandler(handler)
+        trunk = {"trunk": OptimizerConfiguration(match=["trunk"], lr=0.05)}
+        make(Experts, batch_size=2, training_steps=1, optimizers=trunk).fit()
+
+    assert run_ranks(work, 2, timeout_s=60) == [0, 0]
+    said = [(tmp_path / f"said-{rank}").read_text() for rank in (0, 1)]
+    assert said == ["low, high, spare have neither an optimizer nor freeze: they are not updated\n", ""]
+
+
 def test_a_policy_may_be_used_by_one_rank_alone_after_training(tmp_path: Path) -> None:
     def work() -> None:
         trainer = make(Experts, batch_size=2, training_steps=1)

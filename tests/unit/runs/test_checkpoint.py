@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from etude.errors import CheckpointError
 from etude.runs import checkpoint as checkpoint_module
-from etude.runs import durable, manifest
+from etude.runs import durable, folder, manifest
 from etude.runs.checkpoint import CheckpointStore, read_checkpoint
 from etude.runs.manifest import DamagedCheckpointError
 
@@ -245,7 +245,7 @@ def test_old_checkpoints_go_only_after_the_new_one_was_verified(
             file.write(b"\x55")
         return manifest.verify(path)
 
-    monkeypatch.setattr(checkpoint_module, "verify", disk_that_lies)
+    monkeypatch.setattr(folder, "verify", disk_that_lies)
     store.save(state(2), step=2)
     with pytest.raises(
         CheckpointError, match=r"step 2 .*model\.safetensors is damaged.*last good one is step-00000001"

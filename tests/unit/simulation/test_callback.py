@@ -123,7 +123,7 @@ def test_an_environment_that_does_not_fit_is_refused_before_the_first_step(
 
 def test_simulating_counts_for_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Slow(EvaluateInSimulation):
-        def _simulate(self, trainer: Any) -> Any:
+        def evaluate(self, trainer: Any) -> Any:
             time.sleep(0.6)
             return {"success": 1.0}
 

@@ -87,12 +87,12 @@ def _aloha_arrays(file: Any, where: str) -> dict[str, Array]:
         pixels = np.asarray(pictures)
         place = f"{where}: camera {camera!r}"
         arrays[f"observation.images.{camera}"] = (
-            as_pixels(pixels, place) if pixels.ndim == 4 else _decompressed(pixels, place)
+            as_pixels(pixels, place) if pixels.ndim == 4 else decompressed(pixels, place)
         )
     return arrays
 
 
-def _decompressed(rows: Array, where: str) -> Array:
+def decompressed(rows: Array, where: str) -> Array:
     """Decode pictures stored as JPEG, each a row padded with zeros, or a row of its own length."""
     from PIL import Image
 

@@ -85,10 +85,6 @@ class LeRobotDataset:
     def __len__(self) -> int:
         return int(self.source.episodes.ends[-1]) if self._rows is None else len(self._rows)
 
-    def with_episodes(self, episodes: Sequence[int], *, stats_episodes: Sequence[int] | None = None) -> LeRobotDataset:
-        """Return a dataset of other episodes that shares the open files; it has no windows and no augmentation."""
-        return LeRobotDataset(self.source, episodes, stats_episodes=stats_episodes)
-
     # -- windows ------------------------------------------------------------------------------------------------
 
     def use_windows(self, observation: Sequence[int] | None = None, action: Sequence[int] | None = None) -> None:

@@ -1,9 +1,13 @@
-"""`SafeCheckpoints`: transformers' checkpoints, made whole or absent, verified on resume, and free of pickle."""
+"""`SafeCheckpoints`: transformers' checkpoints, made whole or absent, verified on resume, and free of pickle.
+
+A `checkpoint-N` keeps the layout of transformers, so that its tools can read it: model files as `save_pretrained`
+writes them and `trainer_state.json`. What transformers would pickle (optimizer, scheduler, scaler) is state as in every
+other checkpoint of ours, and the manifest says what every file must hash to.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -18,15 +22,15 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from etude.engines.huggingface import folder
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, one_line
 from etude.loop import guard
 from etude.loop.distributed import Group
-from etude.loop.optimizers import _is_plain, lay_out_state
-from etude.runs import durable
-from etude.runs.checkpoint import Checkpoint
+from etude.loop.optimizers import lay_out_state, plain_state
+from etude.runs import durable, folder
+from etude.runs.checkpoint import Checkpoint, read_checkpoint
+from etude.runs.fallback import first_good, put_aside
 from etude.runs.manifest import MANIFEST_NAME
-from etude.runs.tensor_file import read_tensor_file
+from etude.runs.tensor_file import file_parts, read_tensor_file
 from etude.types.protocols import ORDER_VERSION
 
 log = logging.getLogger("etude")
@@ -81,7 +85,7 @@ class SafeCheckpoints(transformers.Trainer):
         fault = None
         try:
             self._write(temp, final, tree)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, CheckpointError) as error:
             fault = f"the checkpoint of step {step} could not be written to {directory}: {error}"
         faults = [text for text in self.group.gather(fault) if text]  # also waits until the checkpoint is there
         if faults:
@@ -90,7 +94,11 @@ class SafeCheckpoints(transformers.Trainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
         if self.args.should_save:
-            folder.prune(directory, folder.newest_and(self.state.best_model_checkpoint, self.args.save_total_limit))
+            found = [path for _, path in saved_in(directory)]
+            kept = choose_kept(found, self.state.best_model_checkpoint, self.args.save_total_limit)
+            for path in found:
+                if path not in kept:
+                    durable.discard(path)
 
     def _write(self, temp: Path, final: Path, tree: Mapping[str, Any]) -> None:
         with ExitStack() as stack:
@@ -104,7 +112,9 @@ class SafeCheckpoints(transformers.Trainer):
             self._note_callbacks()
             self.state.save_to_json(str(temp / TRAINER_STATE))
             metric = self.state.best_metric if self.state.best_global_step == self.state.global_step else None
-            folder.publish(temp, final, self.state.global_step, tree, None if metric is None else float(metric))
+            staged = folder.stage(tree, {})
+            folder.fill(temp, staged, self.state.global_step, None if metric is None else float(metric), {})
+            folder.publish(temp, final)
 
     def _note_best(self, final: Path) -> None:
         if self.args.save_strategy == SaveStrategy.NO or not self.state.best_global_step:
@@ -134,9 +144,9 @@ class SafeCheckpoints(transformers.Trainer):
             model.save_pretrained(str(directory))
             # A model may save an average of its weights, or under other names: resuming needs them as they are.
             if not _holds(directory / SAFE_WEIGHTS_NAME, model.state_dict()):
-                _replace_tensors(directory / OWN_WEIGHTS, model.state_dict())
+                durable.write_atomically(directory / OWN_WEIGHTS, *file_parts(model.state_dict()))
         else:
-            _replace_tensors(directory / SAFE_WEIGHTS_NAME, model.state_dict())
+            durable.write_atomically(directory / SAFE_WEIGHTS_NAME, *file_parts(model.state_dict()))
         tokenizer = self.processing_class
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
@@ -149,10 +159,9 @@ class SafeCheckpoints(transformers.Trainer):
         """Return what the next step depends on beside the weights; every rank must call."""
         optimizer, scheduler = cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
         state = optimizer.state_dict()
-        groups = [{k: v for k, v in group.items() if _is_plain(v)} for group in state["param_groups"]]
         tree: dict[str, Any] = {
-            "optimizer": {**state, "param_groups": groups},
-            "scheduler": {k: v for k, v in scheduler.state_dict().items() if _is_plain(v) or _is_table(v)},
+            "optimizer": {**state, "param_groups": plain_state(state["param_groups"])},
+            "scheduler": plain_state(scheduler.state_dict()),
             "order": {"version": self._order_version},
         }
         scaler = getattr(self.accelerator, "scaler", None)
@@ -163,7 +172,7 @@ class SafeCheckpoints(transformers.Trainer):
     def require_finite(self, tree: Mapping[str, Any]) -> None:
         """Refuse weights, statistics and optimizer state that an update has broken; every rank must call."""
         state = {"policy": self.module.state_dict(), "optimizer": tree.get("optimizer", {})}
-        last = next((path for _, path in folder.entries(self.output_dir)), None) if self.group.is_main else None
+        last = next((path for _, path in saved_in(self.output_dir)), None) if self.group.is_main else None
         guard.require_finite(self.group, self.state.global_step, state, self._odd, last)
 
     # -- resuming -----------------------------------------------------------------------------------------------
@@ -179,12 +188,12 @@ class SafeCheckpoints(transformers.Trainer):
         def look() -> str | None:
             durable.remove_leftovers(self.output_dir)
             self._resumed = _find(resume, self.output_dir) if resume else None
-            folder.set_aside(self.output_dir, self._resumed.step if self._resumed else 0)
+            _put_newer_aside(self.output_dir, self._resumed.step if self._resumed else 0)
             return str(self._resumed.path) if self._resumed else None
 
         path: str | None = self.group.ask_main(look)
         if path is not None and self._resumed is None:
-            self._resumed = folder.read(Path(path))
+            self._resumed = read_checkpoint(Path(path))
         return path
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -196,7 +205,7 @@ class SafeCheckpoints(transformers.Trainer):
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
-        folder.read(best)
+        read_checkpoint(best)
         if is_transformers_model(self.model):
             super()._load_best_model()
         else:
@@ -241,9 +250,37 @@ def is_transformers_model(model: Any) -> bool:
     return isinstance(model, import_module("peft").PeftModel)
 
 
+def saved_in(directory: Path) -> list[tuple[int, Path]]:
+    """Return (step, path) of the checkpoints in a directory, newest first."""
+    return folder.entries(directory, "checkpoint-")
+
+
+def newest_good(directory: Path) -> Checkpoint:
+    """Return the newest checkpoint that is whole, saying loudly what was wrong with newer ones."""
+    return first_good((path for _, path in saved_in(directory)), read_checkpoint, directory)
+
+
+def choose_kept(newest_first: list[Path], best: str | None, limit: int | None) -> list[Path]:
+    """Return what `save_total_limit` keeps: so many of the newest, the best always among them, the newest always."""
+    if limit is None or limit <= 0:
+        return newest_first
+    kept = newest_first[:limit]
+    if best is not None and Path(best) in newest_first[limit:]:
+        kept = [*newest_first[: max(1, limit - 1)], Path(best)]
+    return kept
+
+
+def _put_newer_aside(directory: Path, step: int) -> None:
+    """Rename the checkpoints after `step`, so that a run which goes on from there cannot be taken for theirs."""
+    for other, path in saved_in(directory):
+        if other > step:
+            name = put_aside(path).name
+            log.warning("training goes on from step %d, before %s: renamed that to %s", step, path, name)
+
+
 def _find(resume: str | bool, output_dir: Path) -> Checkpoint:
     if resume is True:
-        return folder.newest_good(output_dir)
+        return newest_good(output_dir)
     path = Path(str(resume))
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint at {path}")
@@ -252,16 +289,9 @@ def _find(resume: str | bool, output_dir: Path) -> Checkpoint:
             f"{path} was not written by Etude or is damaged: it has no {MANIFEST_NAME}, so nothing can be "
             "verified; load its weights with from_pretrained and start anew"
         )
-    if folder.entries(path):
-        return folder.newest_good(path)
-    return folder.read(path)
-
-
-def _is_table(value: Any) -> bool:
-    """Tell whether a value of a scheduler's state is a list of plain dictionaries, as LambdaLR's functions are."""
-    return isinstance(value, list) and all(
-        item is None or (isinstance(item, dict) and all(map(_is_plain, item.values()))) for item in value
-    )
+    if saved_in(path):
+        return newest_good(path)
+    return read_checkpoint(path)
 
 
 def _holds(path: Path, state: Mapping[str, Tensor]) -> bool:
@@ -276,18 +306,10 @@ def _holds(path: Path, state: Mapping[str, Tensor]) -> bool:
     )
 
 
-def _replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    temp = path.with_name(durable.temp_name(path.name))
-    temp.unlink(missing_ok=True)
-    folder.write_tensors(temp, tensors)
-    os.replace(temp, path)
-
-
 def _load_weights(model: nn.Module, directory: Path) -> None:
     own = directory / OWN_WEIGHTS
     state = read_tensor_file(own if own.exists() else directory / SAFE_WEIGHTS_NAME)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"the checkpoint {directory} does not fit the model: {reason}") from None
+        raise CheckpointError(f"the checkpoint {directory} does not fit the model: {one_line(error, 300)}") from None

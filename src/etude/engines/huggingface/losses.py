@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -54,8 +52,7 @@ def count_items(inputs: Any, shifts_labels: bool) -> Number:
     return batch_length(inputs)
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """One micro-batch's part of a step: total loss = root * factor, over `weight` things."""
 
     root: Tensor
@@ -114,53 +111,3 @@ def predictions_of(outputs: Any, ignored: Sequence[str]) -> tuple[Tensor, ...]:
     else:
         found = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
     return tuple(value.detach() for value in found if isinstance(value, Tensor) and value.dim())
-
-
-@dataclass
-class Account:
-    """What the micro-batches of one optimizer step have summed so far on this rank."""
-
-    numbers: range
-    """The micro-batches of the step, by number."""
-    nominal: float | None
-    """What losses are divided by before backward; None takes the first weight times the number of micro-batches."""
-    scaled: bool = False
-    """Whether the losses came divided by the weight of the whole step already."""
-    correction: float = 1.0
-    """What the gradients must be multiplied by once the true weight of the step is known."""
-    shares: list[Share] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every micro-batch has been added."""
-        return len(self.shares) == len(self.numbers)
-
-    def add(self, share: Share, scaled: bool) -> float:
-        """Add a micro-batch and return what its root is to be multiplied by before backward."""
-        self.scaled = scaled
-        self.shares.append(replace(share, root=share.root.detach()))  # its graph may go after backward
-        if scaled:
-            return 1.0
-        if self.nominal is None:
-            # With equal weights this divides a mean by the number of micro-batches, as a loop written by hand would.
-            self.nominal = (share.weight or 1.0) * len(self.numbers)
-        return share.factor / self.nominal
-
-    def sums(self) -> tuple[float, float]:
-        """Return the total loss and weight of this rank; reads the losses, which waits for an accelerator."""
-        self.losses = [share.root.item() * (1.0 if self.scaled else share.factor) for share in self.shares]
-        return math.fsum(self.losses), math.fsum(share.weight for share in self.shares)
-
-    def close(self, total: float, weight: float, world: int) -> float:
-        """Take the sums over all ranks and return the mean loss of the step."""
-        if self.scaled:
-            return total / world
-        assert self.nominal is not None
-        self.correction = self.nominal * world / weight if weight else 0.0
-        return total / weight if weight else 0.0
-
-    def first_bad(self) -> int | None:
-        """Return which micro-batch has a loss or weight that is not finite."""
-        sums = zip(self.losses, self.shares, strict=True)
-        return next((i for i, (loss, share) in enumerate(sums) if not math.isfinite(loss + share.weight)), None)

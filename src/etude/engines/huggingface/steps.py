@@ -16,11 +16,12 @@ from transformers.trainer_utils import SaveStrategy
 
 from etude.engines.huggingface.batches import NumberedBatches
 from etude.engines.huggingface.checkpoints import SafeCheckpoints
-from etude.engines.huggingface.losses import Account, carries_weight, count_items, weigh
+from etude.engines.huggingface.losses import carries_weight, count_items, weigh
 from etude.errors import Interrupted
 from etude.loop import guard, provenance
 from etude.loop.signals import StopSignals
 from etude.loop.step import Meter
+from etude.loop.weighing import Account
 from etude.rng import STREAM_STEP, fold, seed_everything
 from etude.types.protocols import Place
 
@@ -33,6 +34,10 @@ class ExactSteps(SafeCheckpoints):
     _batches: NumberedBatches
     _provenance: Mapping[str, Any]
     _account: Account | None = None
+    _numbers = range(0)
+    """The micro-batches of the step under way."""
+    _correction = 1.0
+    """What its gradients are to be multiplied by."""
     _stop_signal = 0
     _extra_logs: Mapping[str, float] = {}
 
@@ -84,11 +89,11 @@ class ExactSteps(SafeCheckpoints):
     ) -> tuple[list[Any], Tensor | int | None]:
         """Fetch the micro-batches of this step by their numbers; the iterator is not read."""
         accumulate, batches = self.args.gradient_accumulation_steps, self._batches
-        numbers = batches.numbers(self.state.global_step, accumulate, num_batches)
-        micros = batches.fetch(numbers)
+        self._numbers = batches.numbers(self.state.global_step, accumulate, num_batches)
+        micros = batches.fetch(self._numbers)
         # The same on every rank, because DDP averages gradients before their weights are known.
         alone = self.args.world_size == 1
-        self._account = Account(numbers, None if alone else float(batches.batch_length * accumulate))
+        self._account = Account(None if alone else float(batches.batch_length * accumulate), len(self._numbers))
         return micros, self._get_num_items_in_batch(micros, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
@@ -128,7 +133,7 @@ class ExactSteps(SafeCheckpoints):
         """Differentiate one micro-batch, weighed by what it sums over; the last one of a step closes it."""
         account, args = self._account, self.args
         assert account is not None
-        place = len(account.shares) * args.world_size + args.process_index
+        place = len(account) * args.world_size + args.process_index
         seed_everything(fold(self._key, self.state.global_step, place))
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -141,28 +146,29 @@ class ExactSteps(SafeCheckpoints):
         if every is not None and self.state.global_step % every == 0 and torch.accelerator.is_available():
             torch.accelerator.empty_cache()
         share = weigh(value, inputs, items)
-        start = account.add(share, scaled and not carries_weight(value))
-        self.accelerator.backward(share.root if start == 1.0 else share.root * start)
-        for name, number in share.metrics.items():
-            self._meter.add(name, number, share.weight)
-        return self._close_step(account) if account.complete else share.root.new_zeros(())
+        scaled = scaled and not carries_weight(value)
+        # Without its graph, which may go after backward.
+        start = account.add(share.root.detach(), 1.0 if scaled else share.factor, share.weight, share.metrics)
+        self.accelerator.backward(share.root if scaled or start == 1.0 else share.root * start)
+        return self._close_step(account, scaled) if len(account) == account.count else share.root.new_zeros(())
 
     def loss_of(self, model: nn.Module, inputs: Any, items: Tensor | int | None) -> tuple[Any, bool]:
         """Return the loss of a batch, and whether it is divided by the weight of the whole step already."""
         raise NotImplementedError
 
-    def _close_step(self, account: Account) -> Tensor:
+    def _close_step(self, account: Account, scaled: bool) -> Tensor:
         """Sum over the ranks, stop if the loss is not finite, and return the mean loss of the step."""
         group = self.group
-        total, weight, signals = group.sum([*account.sums(), float(self._signals.received)])
-        if not math.isfinite(total + weight):
-            bad = account.first_bad()
-            finding = None if bad is None else f"loss is {account.losses[bad]} in micro-batch {bad}"
-            ids = [] if bad is None else [self._batches.ids(account.numbers[bad])]
+        account.read(self._meter, loss_name=None)
+        (signals,) = account.sum(group, [float(self._signals.received)])
+        if not account.is_finite:
+            number, finding = account.first_bad() or (None, None)
+            ids = [] if number is None else [self._batches.ids(self._numbers[number])]
             guard.stop(group, self.state.global_step, finding, ids)
         if signals:
             self._stop_signal = max(int(number) for number in group.gather(self._signals.received))
-        mean = account.close(total, weight, group.world)
+        self._correction = 1.0 if scaled else account.correction(group.world)
+        mean = account.total / group.world if scaled else account.mean
         return torch.tensor(mean, dtype=torch.float32, device=self.args.device)
 
     # -- before the update --------------------------------------------------------------------------------------
@@ -178,9 +184,8 @@ class ExactSteps(SafeCheckpoints):
         self.accelerator.unscale_gradients()
         params = [p for p in model.parameters() if p.grad is not None]
         grads = [p.grad for p in params if p.grad is not None]
-        account = self._account
-        if account is not None and account.correction != 1.0:
-            torch._foreach_mul_(grads, account.correction)
+        if self._correction != 1.0:
+            torch._foreach_mul_(grads, self._correction)
         norm = get_total_norm(grads)
         if not math.isfinite(norm.item()):
             self._refuse(params)
@@ -195,8 +200,7 @@ class ExactSteps(SafeCheckpoints):
             return  # the scaler skips this step and lowers the scale
         if not self._names:
             self._names = {parameter: name for name, parameter in self.module.named_parameters()}
-        account = self._account
-        ids = [] if account is None else [self._batches.ids(number) for number in account.numbers]
+        ids = [self._batches.ids(number) for number in self._numbers]
         finding = guard.check_gradients(self._names, params) or "gradient norm not finite"
         guard.stop(self.group, self.state.global_step, finding, ids)
 

@@ -229,7 +229,10 @@ class BaseTrainer(ExactSteps):
             asked["num_items_in_batch"] = self._get_num_items_in_batch([inputs], self.args.device)
         with torch.no_grad(), self.compute_loss_context_manager():
             items = count_items(inputs, self._loss_shifts_labels)
-            value, outputs = split_outputs(self.compute_loss(model, inputs, **asked))
+            if self._is_custom:
+                value, outputs = split_outputs(self.compute_loss(model, inputs, **asked))
+            else:  # whole, as in training: it may say what its loss sums over
+                value = outputs = self._call(model, inputs)
             share = weigh(value, inputs, items)
         self._measured.append((share.root.item() * share.factor, share.weight))
         loss = share.mean.detach()
@@ -332,7 +335,7 @@ def _build(model: nn.Module | None, loader: Any, dataset: Any, args: TrainingArg
     if getattr(model, "is_built", True) is not False:
         return
     spec = None if source is None else (as_data(source) if loader is None else ready_made(loader)).spec
-    if spec is None:
+    if spec is None and getattr(model, "needs_spec", True):
         raise DataError("the policy takes its shapes from the data, but the data has no spec; build the policy first")
     seed_everything(fold(args.seed if args is not None else transformers.TrainingArguments.seed, STREAM_INIT))
     model.build(spec)  # type: ignore[operator]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazily
 
 if TYPE_CHECKING:
+    from etude.config.restore import load_policy as load_policy
     from etude.engines.lightning.checkpoint import load_checkpoint as load_checkpoint
-    from etude.engines.lightning.checkpoint import load_policy as load_policy
     from etude.engines.lightning.engine import LightningEngine as LightningEngine
     from etude.engines.lightning.interaction import PolicyDatasetInteraction as PolicyDatasetInteraction
     from etude.engines.lightning.trainer import Trainer as Trainer
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
 
 _HOMES = {
-    "checkpoint": ("load_checkpoint", "load_policy"),
+    "..config.restore": ("load_policy",),
+    "checkpoint": ("load_checkpoint",),
     "engine": ("LightningEngine",),
     "interaction": ("PolicyDatasetInteraction",),
     "trainer": ("Trainer",),

@@ -12,7 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -20,14 +20,10 @@ from lightning.pytorch.core import saving
 
 from etude.engines.lightning.codec import decode, encode
 from etude.errors import CheckpointError
-from etude.policies.base import SPEC_KEY, PolicyModule
-from etude.policies.pretrained import from_tree
+from etude.policies.base import SPEC_KEY
 from etude.runs import durable
-from etude.runs.checkpoint import CheckpointStore, read_checkpoint
-from etude.runs.manifest import MANIFEST_NAME, DamagedCheckpointError, read_manifest
-
-if TYPE_CHECKING:
-    from torch import nn
+from etude.runs.checkpoint import CheckpointStore
+from etude.runs.named import aside_of, load_named
 
 log = logging.getLogger("etude")
 
@@ -85,39 +81,9 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     found = Path(path)
     if found.is_file():
         return _load_foreign(found)
-    if not found.exists():
-        aside = _aside(found)  # where a crash may have left the new one of two
-        if not aside.exists():
-            raise CheckpointError(f"there is no checkpoint at {found}")
-        found = aside
-    if not (found / MANIFEST_NAME).exists():
-        if inside := _checkpoints_in(found) or _checkpoints_in(found / "checkpoints"):
-            return _load_first(inside, f"no checkpoint in {found} can be loaded")
-        versions = sorted(found.glob("version_*"), key=lambda path: path.stat().st_mtime)
-        if versions:
-            raise CheckpointError(f"{found} holds several runs; name one of them, such as {versions[-1]}")
-    try:
-        return _from_tree(read_checkpoint(found).tree)
-    except DamagedCheckpointError as error:
-        log.warning("%s; looking for an older checkpoint", error)
-        older = [other for other in _checkpoints_in(found.parent) if other.resolve() != found.resolve()]
-        return _load_first(_not_newer(older, found), f"{error}, and no other checkpoint beside it is good")
-
-
-def load_policy(path: str | os.PathLike[str], cls: type[PolicyModule] | None = None) -> nn.Module:
-    """Return the trained policy of a checkpoint, built and ready to act; its data is not needed.
-
-    Args:
-        path: A checkpoint of a policy that `etude.engines.lightning.Trainer` trained, or the directory they lie in.
-        cls: The policy's class, where it is one of yours that is not registered.
-    """
-    checkpoint = load_checkpoint(path)
-    if "policy" not in checkpoint:
-        raise CheckpointError(
-            f"{path} holds a LightningModule, not a policy by itself; load it with YourModule.load_from_checkpoint"
-        )
-    tree = {"lightning": checkpoint, "model": checkpoint["state_dict"]}
-    return from_tree(cls or PolicyModule, tree, str(path))
+    chosen = load_named(found)
+    log.info("using %s (step %d)", chosen.path, chosen.step)
+    return _from_tree(chosen.tree)
 
 
 def _read_directories() -> None:
@@ -188,46 +154,9 @@ def _load_foreign(path: Path) -> dict[str, Any]:
     return loaded
 
 
-# -- which one, and where ---------------------------------------------------------------------------------------------
-
-
-def _checkpoints_in(directory: Path) -> list[Path]:
-    """Return the checkpoints in a directory, newest first; damaged ones that still have a manifest included."""
-    found = []
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name.startswith(".tmp-") or path.is_symlink() or not (path / MANIFEST_NAME).exists():
-            continue
-        found.append((_step(path), path.stat().st_mtime_ns, path))
-    return [path for _, _, path in sorted(found, reverse=True)]
-
-
-def _step(path: Path) -> int:
-    try:
-        return read_manifest(path).step
-    except CheckpointError:
-        return -1
-
-
-def _not_newer(paths: list[Path], than: Path) -> list[Path]:
-    step = _step(than)
-    return paths if step < 0 else [path for path in paths if _step(path) <= step]
-
-
-def _load_first(paths: list[Path], nothing: str) -> dict[str, Any]:
-    for number, path in enumerate(paths):
-        try:
-            checkpoint = read_checkpoint(path)
-        except DamagedCheckpointError as error:
-            log.warning("%s; looking for an older checkpoint", error)
-            continue
-        log.log(logging.WARNING if number else logging.INFO, "using %s (step %d)", path, checkpoint.step)
-        return _from_tree(checkpoint.tree)
-    raise CheckpointError(nothing)
-
-
 def _put_in_place(written: Path, target: Path) -> None:
     """Give a finished checkpoint its name; one that had the name before goes only once the new one is there."""
-    aside = _aside(target)
+    aside = aside_of(target)
     if not os.path.lexists(target):
         os.rename(written, target)
     elif target.is_dir() and not target.is_symlink() and _exchange(written, target):
@@ -240,10 +169,6 @@ def _put_in_place(written: Path, target: Path) -> None:
         os.rename(aside, target)
     durable.fsync_directory(target.parent)
     durable.remove(aside)
-
-
-def _aside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.new")
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -34,6 +34,9 @@ from etude.types import Loss, split_loss
 
 log = logging.getLogger("etude")
 
+DRAWS = 2
+"""How random numbers are drawn: by (step, place) and by sample as in the loop; 1 drew by epoch and batch."""
+
 
 class ExactStepsCallback(lightning.Callback):
     """Seeds every batch by its place, divides by true weights, and stops before an update that is not finite.
@@ -45,9 +48,8 @@ class ExactStepsCallback(lightning.Callback):
     def __init__(self) -> None:
         self._weights: list[Any] = []
         self._losses: list[Tensor] = []
-        self._window: list[tuple[int, int]] = []
-        """Epoch and number of the batches since the last update."""
-        self._stepped = False
+        self._step, self._micro, self._place = -1, 0, (0, 0)
+        """The optimizer step under way, which of its micro-batches, and that one's epoch and number."""
         self._nominal = 1.0
         self._partial: dict[str, Any] | None = None
         self._names: dict[Any, str] = {}
@@ -80,7 +82,7 @@ class ExactStepsCallback(lightning.Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin with nothing accumulated."""
-        self._weights, self._losses, self._window, self._stepped = [], [], [], False
+        self._weights, self._losses, self._step = [], [], -1
         self._odd = guard.odd_from_the_start(pl_module)
         if self.takes_part:
             self._locks.close()  # of a fit that ended without a word, as trials of the Tuner do
@@ -107,25 +109,26 @@ class ExactStepsCallback(lightning.Callback):
             if name in self._partial["gradients"]:
                 parameter.grad = self._partial["gradients"][name].to(parameter.device)
         self._weights = list(self._partial["weights"])
-        self._window = [tuple(place) for place in self._partial["window"]]
+        self._step, self._micro = trainer.global_step, len(self._partial["window"]) - 1
         self._partial = None
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave the module as it was."""
-        self._restore(trainer, pl_module)
+        """Leave everything as it was."""
+        self.restore(trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save where a signal has stopped training between two batches, and leave the module as it was."""
+        """Save where a signal has stopped training between two batches, and leave everything as it was."""
         if self.takes_part and isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING:
             trainer.save_interrupted()
-        self._restore(trainer, pl_module)
+        self.restore(trainer, pl_module)
 
     def on_predict_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Stop for a signal; Lightning asks everywhere but here."""
         if trainer.received_sigterm:
             raise SIGTERMException
 
-    def _restore(self, trainer: Any, pl_module: Any) -> None:
+    def restore(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the module as it was."""
         self._locks.close()
         if hasattr(vars(pl_module).get("training_step"), "returns_losses"):
             del pl_module.training_step
@@ -141,36 +144,29 @@ class ExactStepsCallback(lightning.Callback):
     # -- seeds --------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Seed the generators by (seed, epoch, batch, rank)."""
+        """Seed the generators as the loop does: by step and place in the global batch."""
         if not self.takes_part:
             return
-        if self._stepped:
-            self._window, self._stepped = [], False
-        epoch = trainer.fit_loop.epoch_progress.current.processed
-        self._window.append((epoch, batch_idx))
-        seed_everything(fold(trainer.root_seed, STREAM_STEP, epoch, batch_idx, trainer.global_rank))
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note that a module that optimises by itself is done with its batch."""
-        self._stepped = self._stepped or not pl_module.automatic_optimization
+        self._micro = self._micro + 1 if trainer.global_step == self._step else 0
+        self._step, self._place = trainer.global_step, (trainer.fit_loop.epoch_progress.current.processed, batch_idx)
+        place = self._micro * trainer.world_size + trainer.global_rank
+        seed_everything(fold(fold(trainer.root_seed, STREAM_STEP), self._step, place))
 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Evaluate on a random stream of its own."""
-        if not self.takes_part:
-            return
-        place = (dataloader_idx, batch_idx, trainer.global_rank)
-        seed_everything(fold(trainer.root_seed, STREAM_EVALUATE, *place))
+        self._seed_evaluation(trainer, dataloader_idx, batch_idx, trainer.global_rank)
 
     def on_test_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Test on a random stream of its own."""
-        if not self.takes_part:
-            return
-        place = (dataloader_idx, batch_idx, trainer.global_rank)
-        seed_everything(fold(trainer.root_seed, STREAM_EVALUATE, *place, 1))
+        self._seed_evaluation(trainer, dataloader_idx, batch_idx, trainer.global_rank, 1)
+
+    def _seed_evaluation(self, trainer: Any, *place: int) -> None:
+        if self.takes_part:
+            seed_everything(fold(trainer.root_seed, STREAM_EVALUATE, *place))
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -191,9 +187,8 @@ class ExactStepsCallback(lightning.Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Remember the loss; it is read once all micro-batches are through."""
-        if not self.takes_part:
-            return
-        self._losses.append(loss.detach())
+        if self.takes_part:
+            self._losses.append(loss.detach())
 
     # -- update -------------------------------------------------------------------------------------------------
 
@@ -204,19 +199,19 @@ class ExactStepsCallback(lightning.Callback):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         looks = not self._clips or bool(self._weights)
         grads = [local_tensor(p.grad) for p in params if p.grad is not None] if looks else []
-        size = _size(grads)
-        loss = math.fsum(value.item() for value in self._losses) if len(self._losses) > 1 else _only(self._losses)
+        lost = math.fsum(value.item() for value in self._losses) if len(self._losses) > 1 else _only(self._losses)
         weight, weighs = math.fsum(self._weights), bool(self._weights)
-        bad = float(not math.isfinite(size + loss + weight))
+        bad = [float(not math.isfinite(number)) for number in (lost + weight, _size(grads))]
         if trainer.world_size > 1:
-            weight, bad, signals = self._group(trainer).sum([weight, bad, float(trainer.stop_signal)])
+            weight, *bad, signals = self._group(trainer).sum([weight, *bad, float(trainer.stop_signal)])
             if signals:
                 trainer.agreed_signal = max(map(int, self._group(trainer).gather(trainer.stop_signal)))
-        if bad and not _may_overflow(trainer):
-            self._stop(trainer, params)
+        if any(bad) and not _may_overflow(trainer):
+            # A bad loss has spoiled the gradients of every rank by now: only its own rank is to blame.
+            self._stop(trainer, [] if bad[0] else params)
         if weighs and grads:
             torch._foreach_mul_(grads, self._nominal * trainer.world_size / weight if weight else 0.0)
-        self._weights, self._losses, self._stepped = [], [], True
+        self._weights, self._losses = [], []
 
     def _guard_clipping(self, trainer: Any, pl_module: Any) -> bool:
         """Look at gradients where Lightning clips them by norm; tell whether it will."""
@@ -239,8 +234,13 @@ class ExactStepsCallback(lightning.Callback):
     def _stop(self, trainer: Any, params: list[Any]) -> None:
         losses = [value.item() for value in self._losses]
         finding = guard.check_losses(losses) or guard.check_gradients(self._names, params)
-        ids = [sample for loader in trainer.addressed for place in self._window for sample in loader.ids(*place)]
+        ids = [sample for loader in trainer.addressed for place in self._window() for sample in loader.ids(*place)]
         guard.stop(self._group(trainer), trainer.global_step, finding, ids)
+
+    def _window(self) -> list[tuple[int, int]]:
+        """Return epoch and number of the batches since the last update."""
+        epoch, number = self._place
+        return [(epoch, one) for one in range(max(0, number - self._micro), number + 1)]
 
     @staticmethod
     def _group(trainer: Any) -> Group:
@@ -254,14 +254,14 @@ class ExactStepsCallback(lightning.Callback):
             return
         self._require_finite(trainer, checkpoint)
         saved: dict[str, Any] = {"seed": trainer.root_seed, "world": trainer.world_size, "specs": specs_of(pl_module)}
-        saved["provenance"] = self._provenance
-        if pl_module.automatic_optimization and self._window and not self._stepped:
+        saved |= {"provenance": self._provenance, "draws": DRAWS, "owes_validation": _owes_validation(trainer)}
+        if pl_module.automatic_optimization and trainer.global_step == self._step:
             if trainer.world_size > 1:
                 log.warning("saved in the middle of an accumulation over several ranks: a resume from here is inexact")
             saved["partial"] = {
                 "gradients": {n: p.grad for n, p in pl_module.named_parameters() if p.grad is not None},
                 "weights": self._weights,
-                "window": [list(place) for place in self._window],
+                "window": [list(place) for place in self._window()],
             }
         checkpoint[SAVED] = saved
 
@@ -280,10 +280,24 @@ class ExactStepsCallback(lightning.Callback):
             log.warning("the checkpoint was not written by Etude: training goes on, but not as it would have")
             return
         trainer.resume_seed(saved["seed"])
+        trainer.owes_validation = bool(saved.get("owes_validation"))
+        if saved.get("draws", 1) != DRAWS:
+            log.warning(
+                "the checkpoint is of an Etude that drew dropout and augmentation by epoch and batch, not by step "
+                "and sample: training goes on with the same samples in the same order, but not bit for bit"
+            )
         if saved["world"] != trainer.world_size:
             log.warning("resuming with %d ranks instead of %d: not bit for bit", trainer.world_size, saved["world"])
         self._partial = saved.get("partial")
         self._provenance_before = saved.get("provenance")
+
+
+def _owes_validation(trainer: Any) -> bool:
+    """Tell whether a batch has ended and the validation that is due after it has not begun."""
+    loop = trainer.fit_loop.epoch_loop
+    batches = loop.batch_progress.current
+    ended = trainer.training and batches.completed < batches.processed
+    return bool(ended and loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
 
 
 def reopen_epoch(loop: dict[str, Any] | None) -> bool:

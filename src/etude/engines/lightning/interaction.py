@@ -17,7 +17,7 @@ from etude.engines.lightning.module import LightningPolicy
 from etude.engines.lightning.simulation import names_environment, with_simulation
 from etude.errors import ConfigError
 from etude.loop.session import choose_windows
-from etude.rng import STREAM_INIT, fold, generators_kept, seed_everything
+from etude.rng import STREAM_INIT, fold, generators_kept
 from etude.types import DataSpec
 
 
@@ -44,15 +44,14 @@ class PolicyDatasetInteraction(ExactStepsCallback):
         self.introduce(trainer, pl_module)
         super().on_fit_start(trainer, pl_module)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def restore(self, trainer: Any, pl_module: Any) -> None:
         """Give the data module its own loaders back."""
-        super().teardown(trainer, pl_module, stage)
-        self._give_back(trainer)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Give the data module its own loaders back."""
-        super().on_exception(trainer, pl_module, exception)
-        self._give_back(trainer)
+        super().restore(trainer, pl_module)
+        for owner, hook in self._served:
+            vars(owner).pop(hook, None)
+        self._served = []
+        for loader in getattr(trainer, "addressed", ()):
+            loader.close()
 
     # -- shapes, statistics, windows ------------------------------------------------------------------------------
 
@@ -75,13 +74,12 @@ class PolicyDatasetInteraction(ExactStepsCallback):
     def _build(self, trainer: Any, policy: nn.Module, spec: DataSpec | None) -> None:
         if spec is None and getattr(trainer, "loads_checkpoint", False):
             return  # its weights are still to be loaded, and bring the spec along
-        if spec is None:
+        if spec is None and getattr(policy, "needs_spec", True):
             raise ConfigError(
                 f"{type(policy).__name__} takes its shapes from the data, but neither the data module nor its dataset "
                 "has a spec; give one of them a `spec`, or call policy.build(spec) before fit"
             )
-        with generators_kept():
-            seed_everything(fold(trainer.root_seed if hasattr(trainer, "root_seed") else 0, STREAM_INIT))
+        with generators_kept(fold(trainer.root_seed if hasattr(trainer, "root_seed") else 0, STREAM_INIT)):
             policy.build(spec)  # type: ignore[operator]
 
     # -- loaders ------------------------------------------------------------------------------------------------
@@ -111,13 +109,6 @@ class PolicyDatasetInteraction(ExactStepsCallback):
 
         setattr(owner, hook, loaders)
         self._served.append((owner, hook))
-
-    def _give_back(self, trainer: Any) -> None:
-        for owner, hook in self._served:
-            vars(owner).pop(hook, None)
-        self._served = []
-        for loader in getattr(trainer, "addressed", ()):
-            loader.close()
 
 
 def _sources(trainer: Any) -> Iterator[Any]:

@@ -9,14 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from etude.data.fetch import Fetch
 from etude.data.loader import LoaderData, iterates_its_own_way
-from etude.data.order import Keys
 from etude.data.passes import begin_pass, open_pass, size_of
 from etude.errors import DataError
 from etude.rng import STREAM_ORDER, STREAM_SAMPLE, fold, seed_everything
@@ -26,32 +23,8 @@ if TYPE_CHECKING:
     from etude.data.fetch import Request
 
 
-class BatchFetch(Fetch):
-    """Seeds the generators once a batch rather than once a sample.
-
-    A loader's batches are ready-made, so nothing is gained by telling neighbours apart, and seeding takes 10 us.
-    """
-
-    def _each(self, indices: Any, keys: Keys) -> Any:
-        self._generators.seed(int(keys[0]))
-        dataset, samples, index = self._dataset, [], None
-        try:
-            for index in indices.tolist() if isinstance(indices, np.ndarray) else indices:
-                samples.append(dataset[index])
-        except DataError:
-            raise
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise DataError(f"{type(dataset).__name__} failed on sample {index}: {what}") from error
-        return self._join(samples, indices, keys)
-
-
 class RankShare(LoaderData):
     """A rank's batches of a ready-made loader, epoch by epoch; every rank gets as many, the first again if need be."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        super().__init__(loader)
-        self.fetch = BatchFetch(loader.dataset, loader.collate_fn, single=loader.batch_sampler is None)
 
     @property
     def length(self) -> int:

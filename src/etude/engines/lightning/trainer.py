@@ -40,9 +40,10 @@ INTERRUPTED = "interrupted.ckpt"
 class Trainer(lightning.Trainer):
     """Lightning's Trainer, which takes a plain policy or any LightningModule.
 
-    Batches and their randomness follow from (seed, epoch, batch), so that `fit(ckpt_path=...)` goes on bit for bit.
-    Checkpoints are directories of safetensors and JSON, hashed and put in place by one rename. An update that is not
-    finite is refused before it happens. SIGINT and SIGTERM save after the batch under way and exit with 130 and 143.
+    Batches and random numbers follow from seed, step and sample, as in the loop: `fit(ckpt_path=...)` goes on bit for
+    bit, and the numbers are those of the engines. Checkpoints are directories of safetensors and JSON, hashed and put
+    in place by one rename. An update that is not finite is refused before it happens. SIGINT and SIGTERM save after the
+    batch under way and exit with 130 and 143.
 
     Args:
         experiment_name: Output goes to `<default_root_dir>/<experiment_name>/version_N` instead of `lightning_logs`.
@@ -83,6 +84,8 @@ class Trainer(lightning.Trainer):
         """The training loaders, which serve batches by place."""
         self.evaluated: list[Any] = []
         """The loaders that are being evaluated."""
+        self.owes_validation = False
+        """Whether a validation was due when the checkpoint was saved that training goes on from."""
         self.loads_checkpoint = False
         """Whether weights of a checkpoint are about to be loaded."""
         self.deals_out_batches = bool(options.get("use_distributed_sampler", True))
@@ -194,7 +197,7 @@ class Trainer(lightning.Trainer):
             weights_only: As Lightning takes it; checkpoints of this trainer are read without executing anything.
         """
         module = self._as_module(model)
-        self.addressed, self.evaluated, self._saved_seed = [], [], None
+        self.addressed, self.evaluated, self._saved_seed, self.owes_validation = [], [], None, False
         self.loads_checkpoint = ckpt_path is not None
         if ckpt_path is None and reopen_epoch(state := self.fit_loop.state_dict()):
             self.fit_loop.load_state_dict(state)
@@ -215,40 +218,44 @@ class Trainer(lightning.Trainer):
             if vars(datamodule or self).get("val_dataloader") is no_loaders:
                 del datamodule.val_dataloader
 
+    def _run_sanity_check(self) -> None:
+        """Validate first if the checkpoint was saved between a batch and its validation, which Lightning leaves out."""
+        super()._run_sanity_check()
+        if self.owes_validation:
+            self.owes_validation, self.validating = False, True
+            self.fit_loop.epoch_loop.val_loop.restarting = False
+            self.fit_loop.epoch_loop.val_loop.run()
+            self.training = True
+
     def validate(self, model: nn.Module | None = None, dataloaders: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Measure the loss on validation data, and success in simulation; as Lightning's `validate`."""
-        with self._stoppable():
-            found = super().validate(*self._evaluated(model, dataloaders, kwargs), *args, **kwargs)
-        return self._require("validate", self.num_val_batches, self.limit_val_batches, found)
+        return self._evaluate("validate", model, dataloaders, args, kwargs)
 
     def test(self, model: nn.Module | None = None, dataloaders: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Measure the loss on test data, and success in simulation; as Lightning's `test`."""
-        with self._stoppable():
-            found = super().test(*self._evaluated(model, dataloaders, kwargs), *args, **kwargs)
-        return self._require("test", self.num_test_batches, self.limit_test_batches, found)
+        return self._evaluate("test", model, dataloaders, args, kwargs)
 
     def predict(self, model: nn.Module | None = None, dataloaders: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return what a policy plans for each batch; as Lightning's `predict`."""
-        with self._stoppable():
-            found = super().predict(*self._evaluated(model, dataloaders, kwargs), *args, **kwargs)
-        return self._require("predict", self.num_predict_batches, self.limit_predict_batches, found)
+        return self._evaluate("predict", model, dataloaders, args, kwargs)
 
-    def _require(self, verb: str, batches: Any, limit: float, found: Any) -> Any:
-        """Return what was found, unless there was no data to find it in, which Lightning passes over in silence."""
-        if limit and not any(batches if isinstance(batches, list) else [batches]):
-            hook = {"validate": "val_dataloader() or val_env", "test": "test_dataloader() or test_env"}
-            wanted = hook.get(verb, "predict_dataloader()")
-            raise DataError(f"there is nothing to {verb} on: give dataloaders, or a data module with {wanted}")
-        return found
-
-    def _evaluated(self, model: nn.Module | None, dataloaders: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _evaluate(self, verb: str, model: nn.Module | None, dataloaders: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return what is found, unless there is no data to find it in, which Lightning passes over in silence."""
         if kwargs.get("datamodule") is None and is_data_module(dataloaders):
             kwargs["datamodule"], dataloaders = dataloaders, None
-        self.evaluated = CombinedLoader(dataloaders, "sequential").flattened if dataloaders is not None else []
-        self.loads_checkpoint = kwargs.get("ckpt_path") is not None
         if kwargs.get("datamodule") is not None:
             kwargs["datamodule"] = as_lightning(kwargs["datamodule"])
-        return None if model is None else self._as_module(model), dataloaders
+        self.evaluated = CombinedLoader(dataloaders, "sequential").flattened if dataloaders is not None else []
+        self.loads_checkpoint = kwargs.get("ckpt_path") is not None
+        module = None if model is None else self._as_module(model)
+        with self._stoppable():
+            found = getattr(super(), verb)(module, dataloaders, *args, **kwargs)
+        split = "val" if verb == "validate" else verb
+        batches = getattr(self, f"num_{split}_batches")
+        if getattr(self, f"limit_{split}_batches") and not any(batches if isinstance(batches, list) else [batches]):
+            wanted = f"{split}_dataloader()" + ("" if verb == "predict" else f" or {split}_env")
+            raise DataError(f"there is nothing to {verb} on: give dataloaders, or a data module with {wanted}")
+        return found
 
     def _as_module(self, model: nn.Module) -> Any:
         inner = getattr(model, "_orig_mod", model)  # a compiled one

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from etude.errors import ConfigError, one_line
 from etude.loop.optimizers import freeze
 from etude.loop.precision import Precision
-from etude.registry import REGISTRIES, load_plugins, loaded_plugins
+from etude.plugins import loaded_plugins
+from etude.registry import REGISTRIES, load_plugins
 from etude.rng import generators_kept
 from etude.runs.directory import Run
 from etude.secrets import known_secrets, register_secret

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.errors import ConfigError
-from etude.policies.dit import Attention, DecoderBlock
+from etude.policies.dit import Attention, DecoderBlock, perceptron
 from etude.policies.mlp import ACTIVATIONS
 from etude.policies.transformer import sinusoids
 from etude.policies.unet1d import SinusoidalEmbedding
@@ -241,9 +241,7 @@ class EncoderBlock(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(2)])
         self.attention = Attention(width, heads, dropout)
-        self.perceptron = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width)
-        )
+        self.perceptron = perceptron(width, dropout)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, tokens_BTD: Tensor, mask_TT: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from etude.policies.graph.interpolate import Interpolation
 from etude.policies.graph.merge import Templates
 from etude.policies.graph.model import GraphModel, make_plan
 from etude.policies.graph.objects import Maker
-from etude.policies.graph.schema import Graph, Settings, check_top, parse, refuse_strays
+from etude.policies.graph.schema import Settings, check_top, parse, refuse_strays
 from etude.policies.graph.shapes import try_shapes
 from etude.policies.graph.source import read_source
 from etude.policies.graph.tree import Item
@@ -39,11 +39,18 @@ def build_model(
     maker = Maker(settings, allow_target=allow_target)
     modules: dict[str, nn.Module] = {}
     for name, item in graph.modules.items():
-        _check_name(name, item, graph)
+        _check_name(name, item)
         modules[name] = maker.module(name, item)
     model = GraphModel(modules, make_plan(graph, modules, strict=settings.strict))
     try_shapes(model)
     return model
+
+
+def plain_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's description as one dictionary: without other files, templates and references."""
+    root, _ = resolve(source)
+    kept = ("schema_version", "settings", "imports", "model")
+    return {key: root.value[key].plain() for key in kept if key in root.value}
 
 
 def resolve(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Item, Settings]:
@@ -59,7 +66,7 @@ def resolve(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Item, S
     return resolved, check_top(resolved)
 
 
-def _check_name(name: str, item: Item, graph: Graph) -> None:
+def _check_name(name: str, item: Item) -> None:
     # nn.ModuleDict keeps modules as attributes beside its own.
     if hasattr(nn.ModuleDict, name) or name == "training":
         raise item.place.error(f"a module cannot be called {name!r}; choose another name")

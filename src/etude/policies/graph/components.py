@@ -9,10 +9,11 @@ from typing import Any, Final
 from torch import nn
 
 from etude.errors import RegistryError
+from etude.plugins import is_plugin_file
 from etude.policies.graph.schema import Settings
 from etude.policies.graph.tree import Item
 from etude.reading.suggest import did_you_mean
-from etude.registry import Registry, is_plugin_file, load_plugins
+from etude.registry import Registry, load_plugins
 
 _BLOCKS = "etude.policies.graph.blocks"
 _BACKBONES = "etude.policies.graph.backbones"

@@ -187,7 +187,7 @@ class _Planner:
         for node in graph.nodes:
             self._node(node)
         outputs = {key: self.slots[name] for key, name in graph.outputs.items()}
-        steps = _free(self.steps, len(self.start), set(outputs.values()), self._passing())
+        steps = _free(self.steps, set(outputs.values()), self._passing())
         return Plan(graph.inputs, self.start, steps, self.slots, outputs, graph.returns, graph.nodes)
 
     def _passing(self) -> set[int]:
@@ -295,7 +295,7 @@ def _constant(item: Item) -> Any:
     return value[1:] if isinstance(value, str) and value.startswith("$$") else value
 
 
-def _free(steps: list[Step], slots: int, kept: set[int], passing: set[int]) -> list[Step]:
+def _free(steps: list[Step], kept: set[int], passing: set[int]) -> list[Step]:
     """Let every step forget what no later one reads."""
     freed: list[Step] = []
     later = set(kept)

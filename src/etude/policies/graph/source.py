@@ -8,9 +8,10 @@ from typing import Any
 
 from etude.errors import ConfigError, as_path
 from etude.policies.graph.merge import merge
-from etude.policies.graph.tree import Item, Place, from_plain, kind, path_text
-from etude.reading import yaml12
-from etude.reading.compose import EachFileOnce
+from etude.policies.graph.tree import Item, Place, from_plain, path_text
+from etude.reading.compose import EachFileOnce, read_file
+from etude.reading.origins import Layer
+from etude.reading.yaml12 import Path
 
 
 def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Item:
@@ -22,7 +23,7 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Item:
         return merge(None, item)
     path = str(as_path(source, "the file of a model").expanduser())
     if "\0" in path:
-        raise ConfigError(f"cannot read {path!r}: embedded null byte")
+        raise ConfigError(f"no such file: {path!r}")
     return _Composer().files.file(path, "")
 
 
@@ -31,7 +32,8 @@ class _Composer:
         self.files = EachFileOnce(self._compose)
 
     def _compose(self, path: str, named_at: str) -> Item:
-        own = _read_file(path, named_at)
+        layer = read_file(path, named_at)
+        own = _located(layer.values, (), layer)
         entries = own.value.pop("defaults", None)
         base: Item | None = None
         for entry in entries.listed("defaults") if entries is not None else ():
@@ -55,28 +57,11 @@ def locate(name: str, file: str, place: Place) -> str:
     raise place.error(f"there is {'neither' if ' nor ' in tried else 'no'} {tried}")
 
 
-def _read_file(path: str, named_at: str) -> Item:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(yaml12.MAX_BYTES + 1)
-    except OSError as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
-        raise ConfigError(f"{named_at}cannot read {path!r}: {reason}") from None
-    try:
-        document = yaml12.read(yaml12.read_bytes(data))
-    except yaml12.ReadError as error:
-        raise yaml12.as_config_error(error, path) from None
-    if not isinstance(document.value, dict):
-        raise ConfigError(f"{path}:1:1: a model's file is a mapping of keys to values, not {kind(document.value)}")
-    return _located(document.value, (), path, document.marks, (1, 1))
-
-
-def _located(value: Any, at: tuple[str | int, ...], file: str, marks: Mapping[Any, Any], mark: yaml12.Mark) -> Item:
-    # What an alias stands for has no marks of its own: it is where the alias is.
-    mark = marks.get(at, mark)
-    place = Place(file, *mark, path_text(at))
+def _located(value: Any, at: Path, layer: Layer) -> Item:
+    origin = layer.origin(at)
+    place = Place(origin.file, origin.line, origin.column, path_text(at))
     if isinstance(value, dict):
-        return Item({key: _located(item, (*at, key), file, marks, mark) for key, item in value.items()}, place)
+        return Item({key: _located(item, (*at, key), layer) for key, item in value.items()}, place)
     if isinstance(value, list):
-        return Item([_located(item, (*at, i), file, marks, mark) for i, item in enumerate(value)], place)
+        return Item([_located(item, (*at, index), layer) for index, item in enumerate(value)], place)
     return Item(value, place)

@@ -34,7 +34,7 @@ from etude.policies.language.packed import attending
 from etude.policies.language.sampling import Completion, Sampling
 from etude.policies.language.source import Source
 from etude.policies.language.tiny import CHARACTERS, Tiny
-from etude.rng import generators_kept, seed_everything
+from etude.rng import generators_kept
 from etude.runs.durable import write_atomically
 from etude.runs.tensor_file import read_tensor_file
 from etude.types import Loss
@@ -150,8 +150,7 @@ class LanguageModel(nn.Module):
         model, tokenizer = source.load(), source.load_tokenizer()
         if lora is not None:
             seed = _drawn() if seed is None else seed
-            with generators_kept():
-                seed_everything(seed)
+            with generators_kept(seed):
                 model = lora.apply(model)
         return cls(model, tokenizer, value_head=value_head, source=source)
 

@@ -14,7 +14,7 @@ from etude.low_precision import require_low_precision
 from etude.policies.language.locate import locate_model
 from etude.policies.language.smollm2 import load_gguf, quiet_transformers, smollm2_path
 from etude.policies.language.tiny import Tiny
-from etude.rng import generators_kept, seed_everything
+from etude.rng import generators_kept
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -38,8 +38,7 @@ class Source:
         """Return the model, in eval mode; the global generators are left as they were."""
         require_low_precision(self.dtype)
         if self.tiny is not None:
-            with generators_kept():
-                seed_everything(self.seed)
+            with generators_kept(self.seed):
                 return self.tiny.model(len(self.load_tokenizer())).to(DTYPES[self.dtype]).eval()
         transformers = import_extra("transformers", "llm")
         with self._explained(), quiet_transformers():

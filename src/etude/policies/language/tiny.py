@@ -22,11 +22,17 @@ class Tiny:
     vocabulary: str = CHARACTERS
     """The characters it reads and writes; others are read as unknown."""
     hidden_size: int = 128
+    """Width of a token."""
     layers: int = 2
+    """Blocks of attention and perceptron."""
     heads: int = 4
+    """Attention heads of a block."""
     key_heads: int = 2
+    """Heads of keys and values, which attention heads share."""
     intermediate_size: int = 384
+    """Width inside the perceptron."""
     context: int = 512
+    """Tokens that it sees at most."""
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Tiny:

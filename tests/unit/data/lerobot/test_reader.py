@@ -88,7 +88,7 @@ def test_statistics_come_from_the_chosen_episodes_only(tmp_path: Path) -> None:
     assert np.allclose(stats["mean"], values.mean(0)) and np.allclose(stats["std"], values.std(0))
     assert np.allclose(stats["min"], values.min(0)) and np.allclose(stats["max"], values.max(0))
     assert np.allclose(stats["q01"], np.quantile(values, 0.01, axis=0)) and stats["count"].tolist() == [13]
-    validation = dataset.with_episodes([1], stats_episodes=[0, 2])
+    validation = LeRobotDataset(dataset.source, [1], stats_episodes=[0, 2])
     assert torch.equal(validation.spec["observation.state"].stats["mean"], stats["mean"])  # type: ignore[index]
 
 

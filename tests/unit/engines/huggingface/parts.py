@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from etude import Loss
 from etude.engines.huggingface import BaseTrainer
+from tests.crash import workload
 
 SAMPLES = 37
 """Prime and small: epochs end inside steps."""
@@ -43,25 +42,17 @@ class ACTPolicy(nn.Module):
         return policy
 
 
-class Noisy(Dataset[dict[str, Tensor]]):
-    """Samples whose augmentation draws from all three global generators; some can be made bad."""
+class Noisy(workload.Noisy):
+    """Those samples without weights; some can be made bad."""
 
     def __init__(self, samples: int = SAMPLES, bad: int | None = None, augment: bool = True) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(samples, 6, generator=generator)
-        self.y = self.x.sum(1, keepdim=True).sin()
-        self.augment = augment
+        super().__init__(samples, augment)
         if bad is not None:
             self.x[bad] = torch.nan
 
-    def __len__(self) -> int:
-        return len(self.x)
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        x = self.x[index]
-        if self.augment:
-            x = x + 0.1 * torch.randn(6) + 0.1 * float(np.random.standard_normal()) + 0.1 * random.random()
-        return {"x": x, "y": self.y[index]}
+        sample = super().__getitem__(index)
+        return {"x": sample["x"], "y": sample["y"]}
 
 
 class Steady(BaseTrainer):

@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerState
 
-from etude.engines.huggingface import folder
+from etude.engines.huggingface.checkpoints import choose_kept, newest_good
 from etude.errors import CheckpointError, DirectoryInUseError
+from etude.runs import folder
+from etude.runs.checkpoint import read_checkpoint
 from etude.runs.lock import DirectoryLock
 from tests.processes import kill, reap, spawn, wait_for_step
 from tests.unit.engines.huggingface.parts import ACTPolicy, Steady, make, same, weights
@@ -122,7 +124,7 @@ def test_the_limit_keeps_the_newest_and_the_best() -> None:
     newest_first = [Path(f"checkpoint-{step}") for step in (5, 4, 3, 2, 1)]
 
     def kept(best: str | None, limit: int | None) -> list[str]:
-        return [path.name[-1] for path in folder.newest_and(best, limit)(newest_first)]
+        return [path.name[-1] for path in choose_kept(newest_first, best, limit)]
 
     assert kept(None, None) == kept("checkpoint-1", 0) == list("54321")
     assert kept(None, 2) == kept("checkpoint-4", 2) == list("54")
@@ -145,7 +147,7 @@ def test_the_best_model_is_verified_and_loaded_at_the_end(tmp_path: Path) -> Non
     best = Path(trainer.state.best_model_checkpoint)
     assert best.parent == tmp_path
     assert same(weights(trainer), load_file(best / "model.safetensors"))
-    assert folder.read(best).metric == trainer.state.best_metric
+    assert read_checkpoint(best).metric == trainer.state.best_metric
 
 
 @pytest.mark.slow
@@ -208,7 +210,7 @@ def test_every_kill_while_saving_leaves_a_usable_checkpoint(tmp_path: Path, kill
         time.sleep(draw.random() * 0.05)  # anywhere in a save
         kill(pids)
         assert reap(pids) == [-signal.SIGKILL]
-        newest = folder.newest_good(directory).step
+        newest = newest_good(directory).step
         resumed = make(directory, max_steps=newest + 1, **STEADY)
         resumed.train(resume_from_checkpoint=True)
         whole = make(tmp_path / f"whole-{trial}", max_steps=newest + 1, **{**STEADY, "save_strategy": "no"})

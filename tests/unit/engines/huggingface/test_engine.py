@@ -24,6 +24,7 @@ from etude.runs.metrics import read_metrics
 from tests.crash.harness import compare
 from tests.processes import kill, reap, run_ranks, spawn, wait_for_step
 from tests.unit.engines.huggingface.parts import Noisy
+from tests.unit.test_trainer import ManualTrainer
 
 
 class Net(nn.Module):
@@ -158,20 +159,11 @@ def test_a_signal_saves_and_stops(tmp_path: Path) -> None:
 
 
 def test_trainers_with_their_own_step_run_too() -> None:
-    class Manual(Trainer):
-        def train_step(self, batch: dict[str, Tensor]) -> dict[str, float]:
-            optimizer = self.optimizers["policy"]
-            optimizer.zero_grad()
-            loss = (self.policy(batch["x"]) - batch["y"]).square().mean()
-            loss.backward()
-            optimizer.step()
-            return {"loss": loss.item()}
-
     found = []
     for engine in ("torch", HuggingFaceEngine()):
         policy = Net()
         config = TrainingConfiguration(training_steps=5, batch_size=4)
-        Manual(policy, Noisy(), engine=engine, config=config, run=False, show_progress=False).fit()
+        ManualTrainer(policy, Noisy(), engine=engine, config=config, run=False, show_progress=False).fit()
         found.append(policy.state_dict())
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 

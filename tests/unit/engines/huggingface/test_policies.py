@@ -170,3 +170,20 @@ def test_metrics_are_computed_from_what_a_plain_module_returns(tmp_path: Path) -
     )
     trainer.train()
     assert trainer.evaluate()["eval_accuracy"] > 0.9
+
+
+class Tokens(nn.Linear):
+    """A policy whose loss counts some samples more often than others."""
+
+    def forward(self, batch: Any) -> Loss:
+        x, count = batch
+        return Loss((super().forward(x).squeeze(1).square() * count).sum(), count.sum())
+
+
+def test_evaluation_weighs_as_training_does(tmp_path: Path) -> None:
+    data = TensorDataset(torch.arange(6.0)[:, None], torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 9.0]))
+    model, loader = Tokens(1, 1), DataLoader(data, batch_size=4)
+    trainer = BaseTrainer(model=model, args=arguments(tmp_path), train_loader=loader, eval_loader=loader)
+    with torch.no_grad():
+        whole = model(data.tensors)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(whole.total / whole.weight), rel=1e-6)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from etude.data.columns import Columns
-from etude.engines.huggingface import folder
+from etude.engines.huggingface.checkpoints import saved_in
 from etude.errors import NonFiniteError
 from tests.processes import run_ranks
 from tests.unit.engines.huggingface.parts import Weighed, arguments, make, same, weights
@@ -55,7 +55,7 @@ def noisy(directory: Path, resume: str | None = None, **options: Any) -> None:
 def test_two_ranks_resume_exactly(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert run_ranks(partial(noisy, whole, save_strategy="steps", save_steps=1), 2) == [0, 0]
-    steps = [step for step, _ in folder.entries(whole)]
+    steps = [step for step, _ in saved_in(whole)]
     assert steps == [6, 5, 4, 3, 2, 1], "10 batches for two ranks, two a step, twice"
     for step in (1, 3, 5):
         assert run_ranks(partial(noisy, resumed, resume=str(whole / f"checkpoint-{step}")), 2) == [0, 0]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from etude.engines.huggingface import folder
+from etude.engines.huggingface.checkpoints import saved_in
 from etude.errors import Interrupted, ShortRunError
 from tests.processes import run_ranks
 from tests.unit.engines.huggingface.parts import make, same, weights
@@ -39,7 +39,7 @@ def test_a_signal_saves_and_exits_with_its_code(number: int, code: int, tmp_path
         trainer.train()
     assert stopped.value.code == code
     assert signal.getsignal(number) is handler
-    assert [step for step, _ in folder.entries(tmp_path)] == [4]
+    assert [step for step, _ in saved_in(tmp_path)] == [4]
     resumed = make(tmp_path, save_strategy="no")
     resumed.train(resume_from_checkpoint=True)
     whole = make(tmp_path / "whole")
@@ -52,7 +52,7 @@ def test_without_saving_a_signal_saves_nothing(tmp_path: Path) -> None:
     trainer.add_callback(SignalAt(1, signal.SIGTERM))
     with pytest.raises(Interrupted):
         trainer.train()
-    assert folder.entries(tmp_path) == []
+    assert saved_in(tmp_path) == []
 
 
 def interrupted_rank(directory: Path) -> None:
@@ -65,7 +65,7 @@ def interrupted_rank(directory: Path) -> None:
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     assert run_ranks(partial(interrupted_rank, tmp_path), 2) == [143, 143]
-    assert [step for step, _ in folder.entries(tmp_path)] == [3]
+    assert [step for step, _ in saved_in(tmp_path)] == [3]
 
 
 class EndsEpoch(TrainerCallback):

@@ -167,6 +167,23 @@ def test_a_module_that_optimises_by_itself_is_guarded_too(tmp_path: Path) -> Non
     assert "training_step" not in vars(module)
 
 
+def test_every_batch_of_a_module_that_accumulates_by_itself_draws_anew(tmp_path: Path) -> None:
+    drawn = []
+
+    class Manual(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            drawn.append(float(torch.rand(())))
+            if batch_idx % 3 == 2:
+                self.optimizers().step()  # type: ignore[union-attr]
+
+    make(tmp_path, max_epochs=2).fit(Manual(), loader())
+    assert len(drawn) == len(set(drawn)) == 12
+
+
 @pytest.mark.slow
 def test_half_precision_may_overflow_until_its_scale_is_spent(tmp_path: Path) -> None:
     policy = Net()

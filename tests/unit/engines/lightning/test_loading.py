@@ -60,6 +60,23 @@ def test_a_policy_of_the_users_own_is_loaded(tmp_path: Path) -> None:
             attempt(checkpoint)
 
 
+def test_one_function_loads_a_policy_wherever_it_was_trained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert load_policy is etude.load_policy
+    policy = MLP(hidden=[6])
+    trainer = make(tmp_path, max_epochs=1, logger=None, enable_checkpointing=True)
+    trainer.fit(policy, MovesModule())
+    version = tmp_path / "lightning_logs" / "version_0"
+    trainer.save_checkpoint(tmp_path / "without-a-suffix")
+    trainer.save_checkpoint(version / "checkpoints" / "last.ckpt")
+    for source in (version, version / "checkpoints", tmp_path / "without-a-suffix"):
+        assert same(weights(policy), weights(load_policy(source)))
+    (version / "checkpoints" / "last.ckpt" / "model.safetensors").write_bytes(b"")
+    assert same(weights(policy), weights(load_policy(version / "checkpoints" / "last.ckpt")))
+    assert "last.ckpt: model.safetensors" in caplog.text and "instead" in caplog.text
+    with pytest.raises(CheckpointError, match="holds several runs; name one of them"):
+        load_policy(tmp_path / "lightning_logs")
+
+
 SCRIPT = """
 import sys
 from etude.policies.mlp import MLP

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
+from etude.engines.lightning import load_checkpoint
+from etude.engines.lightning.checkpoint import SafeCheckpointIO
 from etude.errors import CheckpointError
 from tests.unit.engines.lightning.parts import Module, Net, Noisy, Weights, loader, make, same, saved, weights
 
@@ -125,11 +127,57 @@ def test_the_seed_decides_and_is_resumed(
     assert same(found[2], weights(policy))
 
 
+def test_a_run_that_drew_in_another_way_goes_on_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make(tmp_path, EVERY_STEP, max_steps=3, max_epochs=-1).fit(Net(), loader())
+    (*_, newest) = saved(tmp_path)
+    before = load_checkpoint(newest)
+    del before["etude"]["draws"]  # as checkpoints were
+    SafeCheckpointIO().save_checkpoint(before, tmp_path / "before.ckpt")
+    policy = Net()
+    trainer = make(tmp_path, max_steps=6, max_epochs=-1)
+    trainer.fit(policy, loader(), ckpt_path=tmp_path / "before.ckpt")
+    assert trainer.global_step == 6 and all(bool(value.isfinite().all()) for value in policy.parameters())
+    assert caplog.text.count("drew dropout and augmentation by epoch and batch") == 1
+    make(tmp_path, max_steps=6, max_epochs=-1).fit(Net(), loader(), ckpt_path=newest)
+    assert caplog.text.count("drew dropout and augmentation by epoch and batch") == 1
+
+
 @pytest.mark.slow
 def test_validation_does_not_disturb_training(tmp_path: Path) -> None:
     alone = train(tmp_path / "a", "shuffled", EVERY_STEP)
     validated = train(tmp_path / "b", "shuffled", EVERY_STEP, validates=True, val_check_interval=2)
     assert same(alone, validated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "when", [{"val_check_interval": 2}, {}, {"check_val_every_n_epoch": None, "val_check_interval": 9}]
+)
+def test_a_validation_that_a_crash_came_before_is_made_up_for(tmp_path: Path, when: dict[str, Any]) -> None:
+    class Watch(lightning.Callback):
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            stepped = trainer.fit_loop.epoch_loop._batches_that_stepped  # what loggers are told
+            self.seen.append(
+                (trainer.global_step, stepped, trainer.current_epoch, float(trainer.logged_metrics["val"]))
+            )
+
+    held_out: Any = [Noisy()[index] for index in range(22)]
+
+    def fit(root: Path, checkpoint: Path | None = None) -> list[Any]:
+        watch = Watch()
+        trainer = make(root, {"every_n_train_steps": 3}, callbacks=[watch], **when)
+        trainer.fit(Module(), loader(), DataLoader(held_out, batch_size=8), ckpt_path=checkpoint)
+        assert trainer.global_step == 18
+        return watch.seen
+
+    whole = fit(tmp_path / "whole")
+    for checkpoint in saved(tmp_path / "whole"):
+        step = int(checkpoint.stem.rpartition("=")[2])
+        if step in (6, 9, 18):
+            assert fit(tmp_path / str(step), checkpoint) == [row for row in whole if row[0] >= step], step
 
 
 @pytest.mark.parametrize("data", ["shuffled", "stream"])
