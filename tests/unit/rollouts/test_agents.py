@@ -255,7 +255,7 @@ def test_whoever_waits_for_agents_can_be_called_away() -> None:
     never.set()
 
 
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
 def test_chat_goes_on_with_the_tokens_that_were_sampled_and_answers_in_openai_shape() -> None:
@@ -312,7 +312,7 @@ def test_agents_and_rewards_come_from_files_whose_siblings_they_import(tmp_path:
         rollouts_of(f"{tmp_path}/mine.py:Nobody")
     with pytest.raises(RegistryError, match=r"none.py:X'.*no such file"):
         rollouts_of(f"{tmp_path}/none.py:X")
-    with pytest.raises(RegistryError, match="unknown agent 'tool'; did you mean 'tools'?"):
+    with pytest.raises(RegistryError, match="unknown agent 'tool'; did you mean 'tools'"):
         rollouts_of("tool")
 
 

@@ -1,4 +1,4 @@
-"""A rollout that fails is dropped, retried, replaced by another try of its group, or ends the run: bounded, and exact."""
+"""A rollout that fails is dropped, retried, replaced from another try of its group, or ends the run: within bounds."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_group_is_filled_from_what_another_try_of_it_gave() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_run_stops_at_the_first_failure_if_asked_to(kind: str) -> None:
-    with pytest.raises(RolloutError, match="odd|no luck"):
+    with pytest.raises(RolloutError, match=r"odd|no luck"):
         collect(kind, on_error="stop")
     with pytest.raises(ConfigError, match="retries at least 0"):
         make_data(kind, retries=-1)
