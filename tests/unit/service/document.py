@@ -185,7 +185,7 @@ def compute_custom_loss(
 '''
 
 # The document uses `torch` without importing it; its import is one of those that are changed.
-PATTERN_3: Final = '''
+PATTERN_3: Final = """
 # recipe/my_task/my_trainer.py
 import torch
 from etude.service import SelfHostedTrainer
@@ -205,7 +205,7 @@ class MyTrainer(SelfHostedTrainer):
 
         metrics["advantage_mean"] = float(torch.mean(batch.metadata["advantages"]))
         return batch, metrics
-'''
+"""
 
 COMMON: Final = '''
 import torch
@@ -295,7 +295,7 @@ class Careful(SelfHostedTrainer):
         return advantages
 '''
 
-UNIT_TEST: Final = '''
+UNIT_TEST: Final = """
 # recipe/my_task/test_my_trainer.py
 import pytest
 from omegaconf import OmegaConf
@@ -318,9 +318,9 @@ def test_custom_trainer_prepare_batch():
 
     assert "advantages" in prepared_batch.values
     assert "advantage_mean" in metrics
-'''
+"""
 
-UTILITIES: Final = '''
+UTILITIES: Final = """
 from etude.data.padding import padding_data, compute_position_id_with_mask
 from etude.algorithms.metrics import log_rollout_metrics, log_grpo_metrics
 from etude.algorithms.core_algos import compute_grpo_advantage_for_trajectories
@@ -338,9 +338,9 @@ class WithUtilities(SelfHostedTrainer):
         batch.values["position_ids"] = compute_position_id_with_mask(batch.values["attention_mask"])
         batch.metadata["advantages"] = [t.reward for t in trajectories]
         return batch, metrics
-'''
+"""
 
-FROM_GRPO: Final = '''
+FROM_GRPO: Final = """
 from etude.service import SelfHostedTrainer
 from etude.types import Batch
 
@@ -361,9 +361,9 @@ class Reusing(SelfHostedTrainer):
         batch.values["token_level_scores"] = reward_tensor
         batch.values["old_log_probs"] = old_log_probs
         return batch, {}
-'''
+"""
 
-FROM_REMOTE_GRPO: Final = '''
+FROM_REMOTE_GRPO: Final = """
 import logging
 from etude.service import RemoteApiTrainer
 logger = logging.getLogger(__name__)
@@ -381,4 +381,4 @@ class ReusingRemote(RemoteApiTrainer):
         from etude.algorithms.metrics import log_grpo_metrics
         log_grpo_metrics(trajectories, metrics)
         return trajectories
-'''
+"""

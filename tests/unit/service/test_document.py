@@ -23,7 +23,6 @@ from etude.types import Batch, Loss, Trajectory, create_dummy_batch
 from tests.unit.service import document
 from tests.unit.service.held import SETTINGS, digits, hold, same, tiny, write
 
-
 QUICK_ONE = {"lr": 3e-3, "batch_size": 8, "training_steps": 1}
 
 
@@ -103,7 +102,7 @@ def test_rows_19_20_the_common_patterns(tmp_path: Path) -> None:
 def test_rows_21_24_the_best_practices(tmp_path: Path) -> None:
     folder = write(tmp_path / "practices", trainer=document.PRACTICES)
     inner = load_class("Careful", folder / "trainer.py")(SETTINGS)
-    batch, metrics = inner._prepare_batch(create_dummy_batch())
+    _, metrics = inner._prepare_batch(create_dummy_batch())
     assert metrics["algorithm/advantage_std"] == pytest.approx(1.0)
     assert torch.equal(inner._compute_advantages(create_dummy_batch(1)), torch.zeros(1))
     assert torch.equal(inner._compute_advantages(Batch(metadata={"rewards": torch.zeros(0)})), torch.zeros(0))

@@ -187,16 +187,14 @@ class Mine(SelfHostedTrainer):
         ),
     ],
 )
-def test_a_class_that_cannot_be_held_is_named_with_its_file(
-    tmp_path: Path, text: str, name: str, message: str
-) -> None:
+def test_a_class_that_cannot_be_held_is_named_with_its_file(tmp_path: Path, text: str, name: str, message: str) -> None:
     folder = write(tmp_path / "classes", mine=HEAD + text)
     with pytest.raises(ConfigError, match=message):
         hold(folder / "mine.py", name)
 
 
 def test_a_missing_file_and_an_unknown_ready_trainer_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the file of trainer 'Mine' is not there: .*nowhere.py"):
+    with pytest.raises(ConfigError, match=r"the file of trainer 'Mine' is not there: .*nowhere\.py"):
         hold(tmp_path / "nowhere.py", "Mine")
     with pytest.raises(ConfigError, match="no trainer 'self_hosted_grop'; did you mean 'self_hosted_grpo'"):
         hold(None, "self_hosted_grop")
@@ -268,3 +266,60 @@ def test_a_base_trainer_that_fails_is_named_and_metrics_are_wanted(tmp_path: Pat
         folder = write(tmp_path / f"base{index}", mine=text.format(body=body))
         with pytest.raises(DataError, match=message):
             hold(folder / "mine.py", "Mine").fit()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_value_head_is_trained_along_where_the_loss_asks_for_values(by_hand: bool) -> None:
+    class Critic(SelfHostedTrainer):
+        def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+            if not by_hand:
+                return self._compute_advantage(batch), {}
+            values = self._value_network.predict(batch.values["input_ids"])
+            rewards = batch.metadata["rewards"][:, None]
+            batch.values["advantages"] = torch.where(batch["loss_mask"] != 0, rewards - values, 0.0)
+            return batch, {"value": float(values.mean())}
+
+    policy = tiny(value_head=True)
+    result = fit(Critic, policy, {"algorithm": {"loss": "ppo"}})
+    assert result.metrics["train/value_loss"] > 0
+    assert policy.value_head is not None and bool(policy.value_head.weight.any())
+    with pytest.raises(ConfigError, match="value head"):
+        fit(Critic, tiny(), {"algorithm": {"loss": "ppo"}})
+
+
+def test_old_log_probabilities_are_computed_anew_where_that_is_asked_for() -> None:
+    found = []
+    for stated in ({}, {"do_old_log_prob_compute": True}):
+        policy = tiny()
+        fit(SelfHostedGrpoTrainer, policy, {"algorithm": stated})
+        found.append(policy)
+    pairs = zip(found[0].state_dict().values(), found[1].state_dict().values(), strict=True)
+    assert all(torch.allclose(one, other, atol=2e-4) for one, other in pairs)
+
+
+def test_the_coefficient_of_a_penalty_adapts_and_is_logged() -> None:
+    control = {"type": "adaptive", "kl_reward_coef": 0.1, "target_kl": 0.01, "horizon": 100}
+    settings = {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": control}}
+    result = fit(SelfHostedGrpoTrainer, tiny(), settings, training_steps=2)
+    assert result.metrics["train/critic/kl_coeff"] == pytest.approx(0.1 * (1 - 0.2 * 16 / 100) ** 2, rel=0.2)
+
+
+def test_updates_of_a_given_number_of_rows_follow_the_actor_section() -> None:
+    counted: list[int] = []
+
+    class Counting(SelfHostedGrpoTrainer):
+        def compute_loss(self, policy: Any, batch: Batch) -> Any:
+            counted.append(len(batch))
+            return super().compute_loss(policy, batch)
+
+    actor = {"ppo_mini_batch_size": 8, "ppo_epochs": 2}
+    fit(Counting, tiny(), {"train_service": {"main": {"actor": actor}}}, training_steps=1)
+    assert counted == [8, 8, 8, 8]
+
+
+def test_rollouts_drawn_at_another_temperature_are_learned_from_at_it() -> None:
+    inner = SelfHostedGrpoTrainer(SETTINGS)
+    inner.fit(tiny(), digits(temperature=0.7), run=False, loggers=[], show_progress=False, training=QUICK)
+    assert inner._loss_algorithm.temperature == 0.7
+    with pytest.raises(ConfigError, match=r"drawn at temperature 0\.7"):
+        SelfHostedGrpoTrainer({"algorithm": {"temperature": 1.0}}).fit(tiny(), digits(temperature=0.7), run=False)

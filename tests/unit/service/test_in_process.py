@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (extra
 from etude.errors import ConfigError, NonFiniteError
 from etude.service import InProcessService, RemoteApiGrpoTrainer, RemoteApiOpdTrainer, SelfHostedOpdTrainer
 from etude.service.datums import AdamParams, Datum, ModelInput, SamplingParams, as_datums
-from etude.types import Trajectory
+from etude.types import Batch, Trajectory
 from tests.unit.service.held import QUICK, digits, same, tiny, weights
 
 TOKENS = [[5, 6, 7, 8], [9, 4, 3]]
@@ -67,6 +67,7 @@ def test_losses_by_name_are_the_published_ones(loss_fn: str, config: dict[str, f
     data = datums(logprobs=-1.0, advantages=0.5)
     done = client.forward(data, loss_fn, config).result()
     if expected is None:
+
         def expected(r: Any, p: Any, a: Any) -> Any:
             return -torch.minimum(r * a, r.clamp(0.9, 1.5) * a)
 
@@ -87,7 +88,7 @@ def test_what_a_service_cannot_do_is_refused() -> None:
     client = service.create_training_client()
     for call, message in (
         (lambda: client.forward_backward(datums(), "ppoo"), "unknown loss_fn 'ppoo'; choose from cross_entropy"),
-        (lambda: client.forward(datums(logprobs=1.0, advantages=1.0), "ppo", {"clip": 1.0}), "ppo has no option 'clip'"),
+        (lambda: client.forward(datums(), "ppo", {"clip": 1.0}), "ppo has no option 'clip' in loss_fn_config"),
         (lambda: client.forward(datums(), "dro"), "dro needs 'logprobs' in loss_fn_inputs"),
         (lambda: client.load_state("memory://nothing"), "nothing was saved as"),
         (lambda: service.create_sampling_client("memory://nothing"), "nothing was saved as"),
@@ -186,12 +187,19 @@ def fit(kind: Any, settings: Any, policy: Any, **training: Any) -> Any:
 
 
 def test_the_parameters_of_a_recipe_reach_adam_and_unknown_ones_are_refused() -> None:
-    config = {"learning_rate": 1e-3, "beta1": 0.8, "beta2": 0.7, "eps": 1e-5, "weight_decay": 0.1, "grad_clip_norm": 0.3}
+    config = {
+        "learning_rate": 1e-3,
+        "beta1": 0.8,
+        "beta2": 0.7,
+        "eps": 1e-5,
+        "weight_decay": 0.1,
+        "grad_clip_norm": 0.3,
+    }
     policy = tiny()
     inner = RemoteApiGrpoTrainer({"train_service": {"config": config}})
     inner.fit(policy, digits(), run=False, loggers=[], show_progress=False, training={**QUICK, "training_steps": 1})
     assert inner._adam_params() == AdamParams(*config.values())
-    with pytest.raises(ConfigError, match="train_service.config.lerning_rate is not known"):
+    with pytest.raises(ConfigError, match=r"train_service\.config\.lerning_rate is not known"):
         fit(RemoteApiGrpoTrainer, {"train_service": {"config": {"lerning_rate": 1}}}, tiny())
     with pytest.raises(ConfigError, match="which makes steps of Adam"):
         fit(RemoteApiGrpoTrainer, {}, tiny(), optimizer="sgd")
@@ -232,27 +240,46 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update() -> None:
 
 
 @pytest.mark.parametrize("kind", [SelfHostedOpdTrainer, RemoteApiOpdTrainer])
-def test_distillation_depends_on_the_teacher_and_comes_nearer_to_it(kind: Any) -> None:
-    teachers = [tiny(), tiny()]
-    for teacher, scale in zip(teachers, (1.5, 0.5), strict=True):
+def test_distillation_grades_each_token_by_the_teacher(kind: Any) -> None:
+    students, kept = [], []
+
+    class Watched(kind):  # type: ignore[misc]
+        def _prepare_batch(self, batch: Any) -> Any:
+            batch, metrics = super()._prepare_batch(batch)
+            kept.extend(batch.to_trajectories())
+            return batch, metrics
+
+        def _prepare_trajectories(self, trajectories: Any, metrics: Any) -> Any:
+            kept.extend(super()._prepare_trajectories(trajectories, metrics))
+            return trajectories
+
+    for seed in (1, 2):
+        student, teacher = tiny(), tiny()
+        generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in teacher.parameters():
-                parameter.mul_(scale)
-    students = []
-    for teacher in teachers:
-        student = tiny()
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+        kept.clear()
         service = {"train_service": {"config": {"learning_rate": 3e-3}}} if kind is RemoteApiOpdTrainer else {}
-        result = fit(kind, {"teachers": [{"base_model": teacher}], **service}, student, training_steps=6)
-        assert result.metrics["train/opd/teacher_kl"] >= 0
+        names = {"algorithm": {"distillation_coeff" if not service else "kl_penalty_coef": 0.5}}
+        fit(Watched, {"teachers": [{"base_model": teacher}], **names, **service}, student, training_steps=1)
+        for one in kept[:3]:
+            text = Batch.from_trajectories([Trajectory(one.tokens, one.loss_mask, 0.0)])
+            grades = 0.5 * (teacher.log_probs(text)[0].detach() - torch.tensor(one.logprobs))
+            expected = torch.where(text["loss_mask"][0] != 0, grades, 0.0)
+            assert torch.allclose(torch.tensor(one.token_advantages), expected, atol=1e-5)
         students.append(student)
-    assert not same(*students)
+    assert not same(*students) and not same(students[0], tiny())
 
 
 def test_one_teacher_is_needed_and_a_remote_one_refused() -> None:
     for settings, message in (
         ({}, "distillation needs a teacher"),
         ({"teachers": ["a", "b"]}, "2 are named; one teaches"),
-        ({"teachers": [{"base_model": "a", "base_url": "http://x"}]}, "teachers.0.base_url: the teacher is computed in"),
+        (
+            {"teachers": [{"base_model": "a", "base_url": "http://x"}]},
+            "teachers.0.base_url: the teacher is",
+        ),
         ({"teachers": [{}]}, "teachers.0.base_model is missing"),
     ):
         for kind in (SelfHostedOpdTrainer, RemoteApiOpdTrainer):

@@ -18,10 +18,17 @@ from tests.processes import reap, run_ranks, spawn
 from tests.unit.service.held import QUICK, digits, tiny
 from tests.unit.service.kinds import KINDS
 
+
+@pytest.fixture(scope="module", autouse=True)
+def all_imported() -> None:
+    """Import here, once, what every forked process would otherwise import for itself."""
+    train("self_hosted", False, training_steps=1)
+
+
 SETTINGS = {"train_service": {"config": {"learning_rate": 1e-3, "eps": 1e-3}}, "algorithm": {"epochs": 2}}
 
 
-def train(name: str, run: Path, die_at: int | None = None, **training: Any) -> None:
+def train(name: str, run: Any, die_at: int | None = None, **training: Any) -> None:
     KINDS[name](SETTINGS).fit(
         tiny(), digits(), run=run, loggers=[], show_progress=False, callbacks=[] if die_at is None else [DieAt(die_at)],
         training={**QUICK, "training_steps": 5, "save_every": 2, "ema_decay": 0.9, **training},
