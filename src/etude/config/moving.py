@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from etude.reading.origins import Layer
@@ -39,6 +40,45 @@ class FileTranslation(Translation):
         if fault:
             self.fault(theirs, fault)
         self.move(theirs, ours, lambda _: found)
+
+    def move_named(self, theirs: str, ours: str) -> None:
+        """Carry over `file.py:name`, with the file where it is found; a name without a file is a registered one."""
+        written = self.value(theirs)
+        file, colon, name = written.rpartition(":") if isinstance(written, str) else ("", "", "")
+        if isinstance(written, str) and written.endswith(".py"):
+            self.fault(theirs, f"name what to take from the file: {written}:NAME")
+        if colon and file.endswith(".py"):
+            self.move_file(theirs, ours, f":{name}", file)
+        else:
+            self.move(theirs, ours)
+
+    def move_file(self, theirs: str, ours: str, name: str = "", file: str | None = None) -> None:
+        """Carry over a Python file: as the working directory knows it, or else beside the recipe."""
+        written = file if file is not None else self.value(theirs)
+        if not isinstance(written, str):
+            self.drop(theirs, text)
+            return
+        found, fault = find_path(written, self.layer, tuple(theirs.split(".")), here_first=True)
+        if fault:
+            self.fault(theirs, fault)
+        self.move(theirs, ours, lambda _: text(found) + name)
+
+    def move_agreed(self, theirs: Sequence[str], ours: str) -> None:
+        """Carry over what may stand at several keys, and must then be the same."""
+        given = [key for key in theirs if self.value(key) is not None]
+        for other in given[1:]:
+            if self.value(other) != self.value(given[0]):
+                first = f"{given[0]} is {self.value(given[0])!r}"
+                self.fault(other, f"is {self.value(other)!r}, but {first}; write one of them")
+        for key in reversed(theirs):
+            self.move(key, ours)
+
+    def written(self, theirs: str) -> Any:
+        """Return a value that something is made of, which then cannot come from the environment."""
+        if self.comes_from_environment(theirs):
+            self.fault(theirs, "cannot come from the environment; write it out")
+            return None
+        return self.value(theirs)
 
     def move_own(self, sections: tuple[str, ...]) -> None:
         """Let sections of an ordinary experiment say the last word, key by key."""
