@@ -127,7 +127,12 @@ class _Recipe(RolloutKeys):
         else:
             self.drop("engine.type", text)
         for key in self.section("rollouts"):
-            self.move(f"rollouts.{key}", f"data.params.{key}", keep_null=True)
+            named = f"{key}.type" if isinstance(self.value(f"rollouts.{key}"), dict) else key
+            if key in ("agent", "reward"):
+                self.move_named(f"rollouts.{named}", f"data.params.{named}")
+                self.move(f"rollouts.{key}.params", f"data.params.{key}.params")
+            else:
+                self.move(f"rollouts.{key}", f"data.params.{key}", keep_null=True)
         self.drop("policy.type", one_of("language"))
         if any(self.value(f"policy.params.{key}") for key in ("path", "gguf", "tiny")):
             for key in ("path", "gguf", "tiny"):

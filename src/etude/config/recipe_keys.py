@@ -26,7 +26,7 @@ SERVICE: Final = ("backend", "url", "world_size", "identifier", "role", "resourc
 """Keys of one training service; a mapping without any of them holds services by name."""
 SERVICE_CONFIG: Final = ("loss_fn", "entropy_coeff", "kl_penalty_coef", "kl_discount_factor")
 ACTOR: Final = (
-    "ppo_mini_batch_size", "ppo_epochs", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c",
+    "ppo_epochs", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c",
     "loss_agg_mode", "loss_func_type", "entropy_coeff", "use_kl_loss", "kl_loss_type", "kl_loss_coef",
     "do_old_log_prob_compute",
 )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 from etude.config.moving import find_path, text, truth
 from etude.config.recipe_keys import MODES, REFUSED
-from etude.config.recipe_trainer import TrainerKeys
+from etude.config.recipe_trainer import SETTINGS, TrainerKeys
 from etude.config.recipe_values import count, count_from_zero, one_of, only, refusing
 
 
@@ -65,7 +65,7 @@ class RolloutKeys(TrainerKeys):
             self.fault(f"{theirs}.type", "there is no mock data; for a quick run take type: digits")
         if kind in ("torch", "mock"):
             self.drop(f"{theirs}.type", text)
-            self.put(f"{ours}.type", "prompt_file", theirs)
+            self.put(f"{ours}.type", "file", theirs)
             if given and self.value(f"{theirs}.data_files") is None:
                 self.fault(f"{theirs}.data_files", "is missing; name the files that hold the prompts, or another type")
             self._move_files(f"{theirs}.data_files", f"{ours}.params.path")
@@ -115,9 +115,27 @@ class RolloutKeys(TrainerKeys):
         pool = "trajectory_pool"
         self.section(pool)
         self.drop(f"{pool}.type", one_of("default", "simple", "grouped", "hierarchical"))
+        if self.value(pool) is not None:
+            self.put("data.params.pool.batch_size", self._rollouts_per_step(), pool)
         for key in ("batch_size", "group_size", "key_list"):
             self.move(f"{pool}.{key}", f"data.params.pool.{key}")
         self.move(f"{pool}.check_batch_ready_function", "data.params.pool.ready")
+        for place in self.actors:
+            self.move(f"{place}.actor.ppo_mini_batch_size", f"{SETTINGS}.algorithm.minibatches", self._minibatches)
+
+    def _rollouts_per_step(self) -> int:
+        sizes = [self.written(f"data.{key}") for key in ("batch_size", "rollout_repeat_n")]
+        prompts, completions = (
+            size if isinstance(size, int) else usual for size, usual in zip(sizes, (4, 8), strict=True)
+        )
+        return prompts * completions
+
+    def _minibatches(self, size: Any) -> int:
+        rollouts = self.value("trajectory_pool.batch_size")
+        rollouts = rollouts if isinstance(rollouts, int) else self._rollouts_per_step()
+        if rollouts % count(size):
+            raise ValueError(f"the {rollouts} rollouts of a step cannot be cut into updates of {size}")
+        return rollouts // count(size)
 
     def _sequence(self, longest: Any) -> None:
         lengths = [self.value(f"data.max_{part}_length", self.value(f"rollout_worker.max_{part}_length", 0))

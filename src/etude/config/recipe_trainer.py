@@ -13,7 +13,8 @@ from etude.reading.interpolate import Interpolated
 from etude.reading.origins import Layer
 from etude.reading.suggest import did_you_mean
 
-_SETTINGS = "trainer.params.settings"
+SETTINGS = "trainer.params.settings"
+"""Where the trainer finds what stood in its section."""
 _LR = {"self-hosted": 1e-6, "training-service": 2e-6}
 """What a recipe trains with that names no rate: large models are ruined by more."""
 
@@ -90,11 +91,11 @@ class TrainerKeys(FileTranslation):
         self.move("trainer.custom_trainer_class_name", "trainer.params.class_name", text)
         if self.value("trainer.total_train_steps") is None:
             self.fault("trainer.total_train_steps", "is missing; say how many steps to train")
-        self.move("trainer.total_train_steps", f"{_SETTINGS}.total_train_steps")
+        self.move("trainer.total_train_steps", f"{SETTINGS}.total_train_steps")
         self.move("trainer.total_train_steps", "training.training_steps")
         self.section("trainer.algorithm")
-        self.move("trainer.algorithm", f"{_SETTINGS}.algorithm")
-        self.move("trainer.teachers", f"{_SETTINGS}.teachers")
+        self.move("trainer.algorithm", f"{SETTINGS}.algorithm")
+        self.move("trainer.teachers", f"{SETTINGS}.teachers")
         for key in ("identifier", "model_tag"):
             self.drop(f"trainer.{key}", text)
 
@@ -102,7 +103,7 @@ class TrainerKeys(FileTranslation):
         """Give the trainer its service, flat, and the optimizer what stands there about it."""
         self.put("training.lr", _LR[self.mode])
         self.put("training.log_every", 1)
-        self.put(f"{_SETTINGS}.train_service.backend", "self-hosted" if self.mode == MODES[0] else "tinker")
+        self.put(f"{SETTINGS}.train_service.backend", "self-hosted" if self.mode == MODES[0] else "tinker")
         for name in ("tinker_service", "weaver_service"):
             self._remote(f"service.{name}")
         for place in self.actors:
@@ -112,7 +113,7 @@ class TrainerKeys(FileTranslation):
                 *(f"config.{key}" for key in SERVICE_CONFIG),
                 *(f"actor.{key}" for key in ACTOR),
             ):
-                self.move(f"{place}.{key}", f"{_SETTINGS}.train_service.{key}")
+                self.move(f"{place}.{key}", f"{SETTINGS}.train_service.{key}")
             for key in ("identifier", "role"):
                 self.drop(f"{place}.{key}", text)
             self._ranks(place)
@@ -124,8 +125,8 @@ class TrainerKeys(FileTranslation):
 
     def _remote(self, place: str) -> None:
         self.section(place)
-        self.move(f"{place}.base_url", f"{_SETTINGS}.train_service.url")
-        self.move(f"{place}.api_key", f"{_SETTINGS}.train_service.api_key")
+        self.move(f"{place}.base_url", f"{SETTINGS}.train_service.url")
+        self.move(f"{place}.api_key", f"{SETTINGS}.train_service.api_key")
         self.move(f"{place}.lora_rank", "policy.params.lora", rank)
         self.drop(f"{place}.training_mode", one_of("lora", "full"))
         if self.value(f"{place}.training_mode") == "lora" and not self.value(f"{place}.lora_rank"):
@@ -137,12 +138,12 @@ class TrainerKeys(FileTranslation):
         if index == 0:
             if self.value("trainer.teachers") is not None:
                 self.fault(place, "stands beside trainer.teachers; leave one of them out")
-            self.put(f"{_SETTINGS}.teachers", [{} for _ in self.teachers], place)
+            self.put(f"{SETTINGS}.teachers", [{} for _ in self.teachers], place)
         for key in ("identifier", "role", "backend"):
             self.drop(f"{place}.{key}", text)
         if self.value(f"{place}.actor.model.path") is None:
             self.fault(f"{place}.actor.model.path", "is missing; name the model of the teacher")
-        self.move_model(f"{place}.actor.model.path", f"{_SETTINGS}.teachers.{index}.base_model")
+        self.move_model(f"{place}.actor.model.path", f"{SETTINGS}.teachers.{index}.base_model")
         for key, why in REFUSED_OF_SERVICE.items():
             self.drop(f"{place}.{key}", refusing(why))
 
@@ -157,7 +158,7 @@ class TrainerKeys(FileTranslation):
         ranks = [asked] if asked is not None else [pods, 1 if each is None else each]
         if all(isinstance(number, int) and number > 0 for number in ranks):
             self.put(
-                f"{_SETTINGS}.train_service.world_size", math.prod(ranks), keys[0] if asked is not None else keys[1]
+                f"{SETTINGS}.train_service.world_size", math.prod(ranks), keys[0] if asked is not None else keys[1]
             )
             if self.value("launch_mode") == "ray":
                 self.put("engine.params.num_workers", math.prod(ranks), place)
