@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from etude.builtins import BUILTINS, TORCH_OPTIMIZERS
 from etude.errors import MissingExtraError, RegistryError
 from etude.extras import EXTRAS
-from etude.plugins import import_plugin
+from etude.plugins import PLUGIN_FILES, import_plugin, is_plugin_file
 from etude.reading.suggest import did_you_mean
 from etude.signatures.fit import missing_of
 from etude.types import protocols
@@ -321,14 +321,15 @@ for _key, _where in BUILTINS["optimizers"].items():  # added as a plugin's are: 
 LOSS_BUILDER_REGISTRY: Registry[Any] = Registry("losses", (protocols.LossFactory,), noun="loss", functions=False)
 ENVIRONMENT_REGISTRY: Registry[Any] = Registry("environments", ("reset step render close",))
 TASK_REGISTRY: Registry[Any] = Registry("tasks", ("__len__ __getitem__",), noun="source of tasks")
-REWARD_REGISTRY: Registry[Any] = Registry("rewards", ("__call__",), supplied=("task", "text"))
+REWARD_REGISTRY: Registry[Any] = Registry("rewards", ("__call__", "evaluate"), supplied=("task", "text"))
+AGENT_REGISTRY: Registry[Any] = Registry("agents", ("run",), supplied=("task", "llm"))
 
 REGISTRIES: dict[str, Registry[Any]] = {
     registry.name: registry
     for registry in (
         POLICY_REGISTRY, DATASET_BUILDER_REGISTRY, ALGORITHM_REGISTRY, ENGINE_REGISTRY, TRAINER_REGISTRY,
         OPTIMIZER_BUILDER_REGISTRY, LOSS_BUILDER_REGISTRY, LOGGER_REGISTRY, CALLBACK_REGISTRY, ENVIRONMENT_REGISTRY,
-        TASK_REGISTRY, REWARD_REGISTRY,
+        TASK_REGISTRY, REWARD_REGISTRY, AGENT_REGISTRY,
     )
 }  # fmt: skip
 
@@ -369,6 +370,33 @@ def load_plugins(modules: Iterable[str]) -> None:
             if isinstance(error, RegistryError):
                 raise RegistryError(f"plugin {plugin!r}: {error}") from error
             raise RegistryError(f"plugin {plugin!r} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def names_object(text: str) -> bool:
+    """Tell whether a text names something that a Python file defines: `file.py:Name`."""
+    path, _, name = text.rpartition(":")
+    return path.endswith(".py") and is_plugin_file(path) and name.isidentifier()
+
+
+def load_object(reference: str, what: str) -> Any:
+    """Return what a Python file defines, named as `file.py:Name`; files of one folder can import each other.
+
+    Args:
+        reference: The file, from the working directory on unless it is absolute, and the name.
+        what: What it is to be, for the error message.
+    """
+    path, _, name = reference.rpartition(":")
+    if not names_object(reference):
+        raise RegistryError(f"{what} is named as file.py:Name, got {reference!r}")
+    try:
+        load_plugins([path])
+    except RegistryError as error:
+        raise RegistryError(f"{what} {reference!r}: {error}") from error
+    module = sys.modules[PLUGIN_FILES[os.path.realpath(os.path.expanduser(path))]]
+    if not hasattr(module, name):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        raise RegistryError(f"{what} {reference!r}: the file defines {', '.join(own) or 'nothing'}, but no {name!r}")
+    return getattr(module, name)
 
 
 def load_entry_points() -> None:
