@@ -9,6 +9,8 @@ from etude.config.recipe_keys import MODES, REFUSED
 from etude.config.recipe_trainer import SETTINGS, TrainerKeys
 from etude.config.recipe_values import count, count_from_zero, one_of, only, refusing
 
+_OF_FILES = ("data_files", "prompt_key", "answer_key", "id_key", "max_prompt_length")
+
 
 class RolloutKeys(TrainerKeys):
     """The half of a recipe that says what is trained, on what."""
@@ -69,11 +71,15 @@ class RolloutKeys(TrainerKeys):
             if given and self.value(f"{theirs}.data_files") is None:
                 self.fault(f"{theirs}.data_files", "is missing; name the files that hold the prompts, or another type")
             self._move_files(f"{theirs}.data_files", f"{ours}.params.path")
-            for key in ("prompt_key", "answer_key", "id_key", "max_prompt_length"):
+            for key in _OF_FILES[1:]:
                 self.move(f"{theirs}.{key}", f"{ours}.params.{key}")
         else:
             self.move(f"{theirs}.type", f"{ours}.type")
             self.move(f"{theirs}.params", f"{ours}.params")
+            for key in _OF_FILES:
+                self.drop(
+                    f"{theirs}.{key}", refusing(f"goes with files of prompts, and type is {kind!r}; leave it out")
+                )
         self.drop(f"{theirs}.filter_prompts", truth)
 
     def _move_files(self, theirs: str, ours: str) -> None:

@@ -11,7 +11,6 @@ from etude.config.recipe_keys import ACTOR, BACKENDS, MODES, REFUSED_OF_SERVICE,
 from etude.config.recipe_values import clip, count, number, one_of, rank, refusing, trainer_type
 from etude.reading.interpolate import Interpolated
 from etude.reading.origins import Layer
-from etude.reading.suggest import did_you_mean
 
 SETTINGS = "trainer.params.settings"
 """Where the trainer finds what stood in its section."""
@@ -62,8 +61,7 @@ class TrainerKeys(FileTranslation):
             if isinstance(backend, str) and backend in BACKENDS:
                 says.append((BACKENDS[backend], where))
             elif backend is not None:
-                near = did_you_mean(str(backend), BACKENDS)
-                self.fault(where, f"{backend!r} is no backend of a training service{near or ';'} {', '.join(BACKENDS)}")
+                self.fault(where, f"{backend!r} is no backend of a training service; known: {', '.join(BACKENDS)}")
         kind = self.value("trainer.type")
         if isinstance(kind, str) and kind.startswith(("self_hosted", "remote_api")):
             says.append((MODES[kind.startswith("remote_api")], "trainer.type"))

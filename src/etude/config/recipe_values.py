@@ -8,7 +8,6 @@ from typing import Any
 
 from etude.config.moving import text
 from etude.config.recipe_keys import TRAINERS
-from etude.reading.suggest import did_you_mean
 
 LOGGERS = ("console", "wandb", "mlflow", "tensorboard", "trackio")
 
@@ -29,7 +28,7 @@ def one_of(*names: str, instead: Mapping[str, str] | None = None) -> Callable[[A
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in names:
             told = (instead or {}).get(value) if isinstance(value, str) else None
-            raise ValueError(told or f"expected {' or '.join(names)}, got {value!r}{_near(value, names)}")
+            raise ValueError(told or f"expected {' or '.join(names)}, got {value!r}")
         return value
 
     return check
@@ -98,8 +97,9 @@ def run_name(value: Any) -> str:
 def trainer_type(value: Any) -> str:
     """Require the name of a trainer that needs no file."""
     if not isinstance(value, str) or value not in TRAINERS:
-        near = _near(value, TRAINERS) or f"; known: {', '.join(TRAINERS)}"
-        raise ValueError(f"{value!r} is no trainer{near}; one of your own is named by custom_trainer_module_path")
+        raise ValueError(
+            f"{value!r} is no trainer; known: {', '.join(TRAINERS)}; one of your own: custom_trainer_module_path"
+        )
     return value
 
 
@@ -107,8 +107,4 @@ def loggers(value: Any) -> None:
     """Require the names of loggers."""
     for name in value if isinstance(value, list) else [value]:
         if name not in LOGGERS:
-            raise ValueError(f"{name!r} is no logger{_near(name, LOGGERS)}; known: {', '.join(LOGGERS)}")
-
-
-def _near(value: Any, names: Sequence[str]) -> str:
-    return did_you_mean(value, names) if isinstance(value, str) else ""
+            raise ValueError(f"{name!r} is no logger; known: {', '.join(LOGGERS)}")

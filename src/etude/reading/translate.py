@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from etude.reading.interpolate import Interpolated, Interpolation
@@ -136,7 +137,8 @@ def _place(ours: str) -> Path:
 
 
 def _put(tree: Any, path: Path, value: Any) -> None:
-    for key in path[:-1]:  # what was moved whole is the file's own, and copied before it is changed
+    for key, following in pairwise(path):  # what was moved whole is the file's own, and copied before it is changed
         inner = tree[key] if isinstance(tree, list) else tree.get(key)
-        tree[key] = tree = list(inner) if isinstance(inner, list) else dict(inner) if isinstance(inner, dict) else {}
+        kind: Any = list if isinstance(following, int) else dict
+        tree[key] = tree = kind(inner) if isinstance(inner, kind) else kind()
     tree[path[-1]] = value
