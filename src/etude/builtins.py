@@ -92,6 +92,7 @@ BUILTINS: Final[dict[str, dict[str, str]]] = {
         "cfg_vqvae_flow_matching_trainer": "algorithms.components.guided:GuidedCodeFlow",
         "mutual_information_estimator_trainer": "algorithms.components.information:MutualInformation",
         "naive_flow_matching_policy_trainer": "algorithms.components.naive:NaiveFlowMatching",
+        "service": "service.hold:ServiceTrainer",
         "trainer": "trainer:Trainer",
         "variational_flow_matching_policy_trainer": "algorithms.components.mixture:VariationalFlow",
         "vfp_single_expert_trainer": "algorithms.components.single_expert:SingleExpertFlow",

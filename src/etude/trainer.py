@@ -17,7 +17,7 @@ from etude.config.training import TrainingConfiguration
 from etude.data.coerce import as_data, held_out
 from etude.errors import ConfigError, as_path
 from etude.loop.adopted import adopt, early_optimizer, replacement
-from etude.loop.kept import Kept, of_rank, tensors_of, with_ranks
+from etude.loop.kept import Kept, of_rank, tensors_of, warn_left_out, with_ranks
 from etude.loop.manual import wanted_arguments
 from etude.loop.measuring import mean_losses
 from etude.loop.optimizers import Optimization, assign_parameters, build_optimizer
@@ -327,11 +327,8 @@ def wrap_train_step(kind: Callable[..., TrainStep], params: Mapping[str, Any]) -
             self.inner = kind(models, optimizers, loss, device, **params)
             self._kept = Kept(self.inner, [models, optimizers, loss, *optimizers.values(), *tensors_of(self.policy)])
             self._wanted = wanted_arguments(self.inner.train_step)
-            if self._kept.left_out and self.session.group.is_main:
-                log.warning(
-                    "%s keeps %s, which cannot be saved: a resumed run goes on without; give the trainer state_dict "
-                    "and load_state_dict if it matters", kind.__name__, ", ".join(self._kept.left_out[:5])
-                )  # fmt: skip
+            if self.session.group.is_main:
+                warn_left_out(self._kept, kind.__name__)
 
         def train_step(self, batch: Any) -> Mapping[str, Any]:
             """Pass the batch on, with what the inner trainer asks for of epoch, total_epochs and iterations."""

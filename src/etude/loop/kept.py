@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import logging
 import random
 import types
 from collections import deque
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from etude.loop.sharding import full_tensor, shard_like
 from etude.runs.tree import join_tensors, split_tensors
 
+log = logging.getLogger("etude")
 MOST_OF_ONE_RANK = 1 << 14
 """Numbers in a tensor that each rank keeps of its own; a generator's state has 5,056."""
 _LEFT_OUT = object()
@@ -153,6 +155,15 @@ class Kept:
         if isinstance(held, deque):
             return deque(after, held.maxlen)
         return tuple(after) if isinstance(held, tuple) else after
+
+
+def warn_left_out(kept: Kept, name: str) -> None:
+    """Say what of an object's attributes cannot be saved, if there is any."""
+    if kept.left_out:
+        log.warning(
+            "%s keeps %s, which cannot be saved: a resumed run goes on without; give the trainer state_dict "
+            "and load_state_dict if it matters", name, ", ".join(kept.left_out[:5])
+        )  # fmt: skip
 
 
 def with_ranks(state: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> dict[str, Any]:

@@ -22,7 +22,9 @@ def learn_from(
 ) -> Updates:
     """Let an algorithm make its experience of a step's rollouts, all at once, and cut it into updates."""
     completed: Any = rollouts.completed
-    if completed and isinstance(completed[0], Trajectory):
+    if getattr(algorithm, "takes_trajectories", False):  # as they are: it stacks them itself, if at all
+        completed = [] if rollouts.are_padding else list(completed)
+    elif completed and isinstance(completed[0], Trajectory):
         completed = Batch.from_trajectories(completed, pad_token_id=getattr(policy, "pad_token_id", 0)).to(device)
         completed = weightless(completed) if rollouts.are_padding else completed
     found = algorithm.experience(policy, completed, rows=place.batch_size)

@@ -85,8 +85,9 @@ class Algorithm(Protocol):
     """How a batch becomes a loss.
 
     One that learns from rollouts offers `experience(policy, batch, rows=...)`, called once a step with all of this
-    rank's rollouts, which returns them with what `loss` needs: a `Batch`, cut into updates by its `epochs` and
-    `minibatches`, or `Updates` of its own. Its `metrics` (name -> (mean, weight)) are then logged as those of data are.
+    rank's rollouts (stacked, unless it says `takes_trajectories`), which returns them with what `loss` needs: a
+    `Batch`, cut into updates by its `epochs` and `minibatches`, or `Updates` of its own. Its `metrics` (name -> (mean,
+    weight)) are then logged as those of data are.
 
     May also offer `prepare(policy, batch)`, run without gradient before `loss` on micro-batches that come from no
     experience, and `attach(trainer)`, called once when the session is there: its `gather` exchanges numbers with the
