@@ -8,7 +8,7 @@ class LookupAgent:
         """Return the reward of one rollout: most of it for the right answer, a little for asking."""
         first = llm.complete(task.prompt, max_tokens=1).text
         asked = first == "?"
-        prompt = f"{task.prompt}?{task.answer}="
+        prompt = f"{task.prompt}?{task.answer}"
         answer = llm.complete(prompt, max_tokens=1).text if asked else first
         right = answer == task.answer
         return {"reward": 0.8 * right + 0.2 * asked, "text": answer, "score": {"asked": asked, "right": right}}

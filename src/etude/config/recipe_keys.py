@@ -24,7 +24,16 @@ IN_TRAINER: Final = (
 
 SERVICE: Final = ("backend", "url", "world_size", "identifier", "role", "resource", "config")
 """Keys of one training service; a mapping without any of them holds services by name."""
-SERVICE_CONFIG: Final = ("loss_fn", "entropy_coeff", "kl_penalty_coef", "kl_discount_factor")
+SERVICE_CONFIG: Final = (
+    "loss_fn", "entropy_coeff", "kl_penalty_coef", "kl_discount_factor", "clip_low_threshold", "clip_high_threshold",
+    "beta",
+)  # fmt: skip
+OPTIMIZER: Final = {
+    "optim.lr": "lr", "optim.weight_decay": "weight_decay", "optim.betas": "optimizer_params.betas",
+    "optim.lr_warmup_steps": "warmup_steps", "grad_clip": "clip_norm", "ppo_micro_batch_size": "batch_size",
+}  # fmt: skip
+"""What an actor says of its optimizer -> where the training section has it."""
+ADAM: Final = ("beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 ACTOR: Final = (
     "ppo_epochs", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c",
     "loss_agg_mode", "loss_func_type", "entropy_coeff", "use_kl_loss", "kl_loss_type", "kl_loss_coef",

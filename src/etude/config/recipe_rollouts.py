@@ -9,6 +9,8 @@ from etude.config.recipe_keys import MODES, REFUSED
 from etude.config.recipe_trainer import SETTINGS, TrainerKeys
 from etude.config.recipe_values import count, count_from_zero, one_of, only, refusing
 
+PROMPTS, COMPLETIONS = 4, 8
+"""What `TextRollouts` draws in a step unless told."""
 _OF_FILES = ("data_files", "prompt_key", "answer_key", "id_key", "max_prompt_length")
 
 
@@ -50,6 +52,9 @@ class RolloutKeys(TrainerKeys):
         self._tasks("data", "data.params.tasks")
         self.move("data.batch_size", "data.params.prompts_per_step")
         self.move("data.rollout_repeat_n", "data.params.group_size")
+        prompts = self.value("data.batch_size", PROMPTS)
+        if isinstance(prompts, int) and prompts > 0 and prompts % self.ranks:
+            self.fault("data.batch_size", f"{prompts} prompts of a step cannot be shared by {self.ranks} ranks")
         self.move("data.seed", "training.seed")
         self.move("seed", "training.seed")
         self.move("data.shuffle", "training.shuffle")
@@ -130,11 +135,10 @@ class RolloutKeys(TrainerKeys):
             self.move(f"{place}.actor.ppo_mini_batch_size", f"{SETTINGS}.algorithm.minibatches", self._minibatches)
 
     def _rollouts_per_step(self) -> int:
-        sizes = [self.written(f"data.{key}") for key in ("batch_size", "rollout_repeat_n")]
-        prompts, completions = (
-            size if isinstance(size, int) else usual for size, usual in zip(sizes, (4, 8), strict=True)
+        prompts, completions = (self.written(f"data.{key}") for key in ("batch_size", "rollout_repeat_n"))
+        return (prompts if isinstance(prompts, int) else PROMPTS) * (
+            completions if isinstance(completions, int) else COMPLETIONS
         )
-        return prompts * completions
 
     def _minibatches(self, size: Any) -> int:
         rollouts = self.value("trajectory_pool.batch_size")

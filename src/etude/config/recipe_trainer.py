@@ -7,7 +7,16 @@ import os
 from typing import Any
 
 from etude.config.moving import FileTranslation, find_path, text
-from etude.config.recipe_keys import ACTOR, BACKENDS, MODES, REFUSED_OF_SERVICE, SERVICE, SERVICE_CONFIG
+from etude.config.recipe_keys import (
+    ACTOR,
+    ADAM,
+    BACKENDS,
+    MODES,
+    OPTIMIZER,
+    REFUSED_OF_SERVICE,
+    SERVICE,
+    SERVICE_CONFIG,
+)
 from etude.config.recipe_values import clip, count, number, one_of, rank, refusing, trainer_type
 from etude.reading.interpolate import Interpolated
 from etude.reading.origins import Layer
@@ -16,6 +25,7 @@ SETTINGS = "trainer.params.settings"
 """Where the trainer finds what stood in its section."""
 _LR = {"self-hosted": 1e-6, "training-service": 2e-6}
 """What a recipe trains with that names no rate: large models are ruined by more."""
+_CONVERTED = {"grad_clip": clip}
 
 
 class TrainerKeys(FileTranslation):
@@ -30,7 +40,7 @@ class TrainerKeys(FileTranslation):
     def __init__(self, layer: Layer, tree: Interpolated, mode: str | None) -> None:
         super().__init__(layer, tree)
         self.actors, self.teachers = self._find_services()
-        self.mode = self._find_mode(mode)
+        self.mode, self.ranks = self._find_mode(mode), 1
 
     def _find_services(self) -> tuple[list[str], list[str]]:
         """Return where the services of the actor and of teachers stand, those with the last word behind."""
@@ -105,13 +115,9 @@ class TrainerKeys(FileTranslation):
         for name in ("tinker_service", "weaver_service"):
             self._remote(f"service.{name}")
         for place in self.actors:
-            for key in (
-                "backend",
-                "url",
-                *(f"config.{key}" for key in SERVICE_CONFIG),
-                *(f"actor.{key}" for key in ACTOR),
-            ):
+            for key in ("backend", "url"):
                 self.move(f"{place}.{key}", f"{SETTINGS}.train_service.{key}")
+            self._loss(place)
             for key in ("identifier", "role"):
                 self.drop(f"{place}.{key}", text)
             self._ranks(place)
@@ -120,6 +126,15 @@ class TrainerKeys(FileTranslation):
                 self.drop(f"{place}.{key}", refusing(why))
         for index, place in enumerate(self.teachers):
             self._teacher(place, index)
+
+    def _loss(self, place: str) -> None:
+        """Leave the loss to whoever computes it: the actor here, or a service."""
+        read, idle = ("actor", "config") if self.mode == MODES[0] else ("config", "actor")
+        keys = {"actor": ACTOR, "config": SERVICE_CONFIG}
+        for key in keys[read]:
+            self.move(f"{place}.{read}.{key}", f"{SETTINGS}.train_service.{read}.{key}")
+        for key in keys[idle]:
+            self.drop(f"{place}.{idle}.{key}", refusing(f"is not for {self.mode}; see {read}, or trainer.algorithm"))
 
     def _remote(self, place: str) -> None:
         self.section(place)
@@ -155,34 +170,37 @@ class TrainerKeys(FileTranslation):
             self.fault(keys[1], "is said twice; leave it out here or at world_size")
         ranks = [asked] if asked is not None else [pods, 1 if each is None else each]
         if all(isinstance(number, int) and number > 0 for number in ranks):
-            self.put(
-                f"{SETTINGS}.train_service.world_size", math.prod(ranks), keys[0] if asked is not None else keys[1]
-            )
+            self.ranks = math.prod(ranks)
+            self.put(f"{SETTINGS}.train_service.world_size", self.ranks, keys[0 if asked is not None else 1])
             if self.value("launch_mode") == "ray":
-                self.put("engine.params.num_workers", math.prod(ranks), place)
+                self.put("engine.params.num_workers", self.ranks, place)
 
     def _optimizer(self, place: str) -> None:
         config, actor = f"{place}.config", f"{place}.actor"
-        for key, ours in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
-            self.move(f"{config}.{key}", f"training.{ours}")
+        self.move(f"{config}.learning_rate", "training.lr")
+        if self.mode == MODES[1]:  # a service makes steps of its own Adam
+            for key in ADAM:
+                self.move(f"{config}.{key}", f"{SETTINGS}.train_service.config.{key}")
+        else:
+            self._adam(config)
+        for key, ours in OPTIMIZER.items():
+            if self.mode == MODES[0] or ours == "lr":
+                self.move(f"{actor}.{key}", f"training.{ours}", _CONVERTED.get(key))
+            else:
+                self.drop(f"{actor}.{key}", refusing("is not for training-service; see config"))
+        self.move(f"{actor}.optim.lr_warmup_steps_ratio", "training.warmup_steps", self._share_of_steps)
+
+    def _adam(self, config: str) -> None:
+        """Give the optimizer here what a service is told of its own."""
+        self.move(f"{config}.weight_decay", "training.weight_decay")
         self.move(f"{config}.grad_clip_norm", "training.clip_norm", clip)
         self.move(f"{config}.eps", "training.optimizer_params.eps")
         for key in ("beta1", "beta2"):
             self.drop(f"{config}.{key}", number)
         betas = [self.written(f"{config}.{key}") for key in ("beta1", "beta2")]
         if betas != [None, None]:
-            usual = (0.9, 0.95)
-            self.put(
-                "training.optimizer_params.betas",
-                [b if b is not None else u for b, u in zip(betas, usual, strict=True)],
-                config,
-            )
-        for key, ours in (("lr", "lr"), ("weight_decay", "weight_decay"), ("betas", "optimizer_params.betas")):
-            self.move(f"{actor}.optim.{key}", f"training.{ours}")
-        self.move(f"{actor}.optim.lr_warmup_steps", "training.warmup_steps")
-        self.move(f"{actor}.optim.lr_warmup_steps_ratio", "training.warmup_steps", self._share_of_steps)
-        self.move(f"{actor}.grad_clip", "training.clip_norm", clip)
-        self.move(f"{actor}.ppo_micro_batch_size", "training.batch_size")
+            first, second = (0.9 if betas[0] is None else betas[0], 0.95 if betas[1] is None else betas[1])
+            self.put("training.optimizer_params.betas", [first, second], config)
 
     def _share_of_steps(self, share: Any) -> int:
         steps = self.value("trainer.total_train_steps")

@@ -67,16 +67,6 @@ service:
 """
 
 
-if "service" not in __import__("etude.registry").registry.TRAINER_REGISTRY:
-    from etude.trainer import Trainer
-
-    class ServiceTrainer(Trainer):
-        def __init__(self, *a, class_name: str, module_path: str | None = None, settings: dict | None = None, **k):
-            pass
-
-    __import__("etude.registry").registry.TRAINER_REGISTRY.add("service", ServiceTrainer)
-
-
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -181,7 +171,7 @@ def test_a_custom_class_has_a_name_unless_told() -> None:
     assert loaded.config.trainer.params["class_name"] == "CustomTrainer"  # type: ignore[union-attr]
 
 
-# -- how it is trained ---------------------------------------------------------------------------------------------------
+# -- how it is trained ------------------------------------------------------------------------------------------------
 
 SMALL = """\
 trainer:
@@ -241,22 +231,44 @@ def test_the_service_of_a_remote_recipe_is_passed_on() -> None:
     text = text.replace("CONFIG", "loss_fn: ppo, learning_rate: 2e-5, beta2: 0.99, grad_clip_norm: 0")
     stored = read("service.tinker_service.lora_rank=8", text=text).stored()
     service = stored["trainer"]["params"]["settings"]["train_service"]
-    assert service == {"backend": "tinker", "url": "http://x:1", "config": {"loss_fn": "ppo"}}
+    adam = {"beta2": 0.99, "grad_clip_norm": 0}
+    assert service == {"backend": "tinker", "url": "http://x:1", "config": {"loss_fn": "ppo", **adam}}
     assert stored["policy"]["params"] == {"lora": 8, "tiny": True}
-    training = stored["training"]
-    assert (training["lr"], training["optimizer_params"], training["clip_norm"]) == (2e-5, {"betas": [0.9, 0.99]}, None)
+    assert stored["training"]["lr"] == 2e-5
+
+
+def test_the_optimizer_of_a_service_is_ours_where_it_is_hosted_here() -> None:
+    text = SMALL.replace("{backend: BACKEND}", "{backend: self-hosted, config: {CONFIG}}")
+    training = read(text=text.replace("CONFIG", "learning_rate: 1e-4, beta2: 0.99, grad_clip_norm: 0")).config.training
+    assert (training.lr, training.optimizer_params, training.clip_norm) == (1e-4, {"betas": [0.9, 0.99]}, None)
 
 
 def test_services_may_stand_in_either_place_and_the_trainer_says_the_last_word() -> None:
-    text = SMALL.replace("{backend: BACKEND}", "{world_size: 3}")
+    text = SMALL.replace("{backend: BACKEND}", "{world_size: 4}")
     stored = read("service.train_service.main={backend: direct-zmq, world_size: 2}", text=text).stored()
     service = stored["trainer"]["params"]["settings"]["train_service"]
-    assert service == {"backend": "direct-zmq", "world_size": 3}
+    assert service == {"backend": "direct-zmq", "world_size": 4}
+
+
+def test_what_a_service_is_told_of_the_loss_is_known_here() -> None:
+    from etude.config.recipe_keys import SERVICE_CONFIG, TRAINERS
+    from etude.service.in_process import LOSSES
+    from etude.service.loading import TYPES
+
+    assert {name for options in LOSSES.values() for name in options} <= set(SERVICE_CONFIG)
+    assert set(TRAINERS) == set(TYPES)
+
+
+def test_options_of_the_other_mode_are_refused() -> None:
+    said = refusal(text=SMALL.replace("{backend: BACKEND}", "{backend: self-hosted, config: {loss_fn: ppo}}"))
+    assert said.endswith("config.loss_fn: is not for self-hosted; see actor, or trainer.algorithm")
+    said = refusal(text=SMALL.replace("{backend: BACKEND}", "{backend: tinker, actor: {clip_ratio: 0.1}}"))
+    assert said.endswith("actor.clip_ratio: is not for training-service; see config, or trainer.algorithm")
 
 
 def test_ray_starts_the_ranks_of_its_recipes() -> None:
-    stored = read("launch_mode=ray", "trainer.train_service.world_size=3").stored()
-    assert stored["engine"] == {"type": "ray", "params": {"num_workers": 3}}
+    stored = read("launch_mode=ray", "trainer.train_service.world_size=4").stored()
+    assert stored["engine"] == {"type": "ray", "params": {"num_workers": 4}}
 
 
 def test_a_teacher_is_a_service_too() -> None:
@@ -265,7 +277,7 @@ def test_a_teacher_is_a_service_too() -> None:
     assert stored["trainer"]["params"]["settings"]["teachers"] == [{"base_model": "smollm2"}]
 
 
-# -- mistakes ------------------------------------------------------------------------------------------------------------
+# -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", [*REFUSED, *(f"service.train_service.student.{key}" for key in REFUSED_OF_SERVICE)])
@@ -295,6 +307,7 @@ def test_keys_that_mean_nothing_here_say_what_does(key: str) -> None:
         ("service.train_service.student.backend=mock", "'mock' is no backend of a training service"),
         ("service.train_service.student.world_size=2", "is said twice; leave it out here or at world_size"),
         ("service.train_service.second={backend: self-hosted}", "one run trains one model; give it role: teacher"),
+        ("trainer.train_service.world_size=3", "data.batch_size: 4 prompts of a step cannot be shared by 3 ranks"),
         ("data.data_files=null", "data.data_files: is missing; name the files that hold the prompts, or another type"),
         ("data.data_files=gone.csv", "data.data_files: there is no "),
         ("data.type=mock", "there is no mock data; for a quick run take type: digits"),
@@ -338,7 +351,7 @@ def test_what_comes_from_the_environment_stays_out_of_what_is_stored(
     assert "trainer.train_service.world_size: cannot come from the environment; write it out" in said
 
 
-# -- files that are put together -----------------------------------------------------------------------------------------
+# -- files that are put together --------------------------------------------------------------------------------------
 
 
 def test_files_beside_are_found_by_name_as_hydra_does(project: Path) -> None:
@@ -353,7 +366,7 @@ def test_own_keys_come_last_and_nowhere_else() -> None:
     assert said == "recipe/x.yaml:1:12: defaults: a file's own keys come last; move _self_ to the end"
 
 
-# -- thousands of damaged ones -------------------------------------------------------------------------------------------
+# -- thousands of damaged ones ----------------------------------------------------------------------------------------
 
 VALUES: list[Any] = [None, 7, -1, 0.5, True, "text", "", [], {}, [1, "x"], {"a": 1}, "${data.seed}", "${nowhere}", "\0"]
 FREE = ("trainer", "algorithm")
