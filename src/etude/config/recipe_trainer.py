@@ -102,6 +102,7 @@ class TrainerKeys(FileTranslation):
         self.move("trainer.total_train_steps", f"{SETTINGS}.total_train_steps")
         self.move("trainer.total_train_steps", "training.training_steps")
         self.section("trainer.algorithm")
+        self.put(f"{SETTINGS}.algorithm", {}, "trainer")
         self.move("trainer.algorithm", f"{SETTINGS}.algorithm")
         self.move("trainer.teachers", f"{SETTINGS}.teachers")
         for key in ("identifier", "model_tag"):
