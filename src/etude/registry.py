@@ -282,7 +282,7 @@ def _same_definition(one: Any, other: Any) -> bool:
 
 _TRAINER_ARGUMENTS = (
     "policy", "data", "algorithm", "engine", "config", "run", "callbacks", "loggers", "eval_data", "run_config", "name",
-    "run_root", "show_progress", "sampler", "environment",
+    "run_root", "show_progress", "sampler", "environment", "inner",
 )  # fmt: skip
 _HOOKS = ("on_fit_start", "on_step_end", "on_log", "on_evaluate_end", "on_save", "on_fit_end", "on_exception")
 POLICY_REGISTRY: Registry[protocols.Policy] = Registry("policies", (protocols.Policy,), noun="policy")
