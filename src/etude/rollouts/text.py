@@ -20,6 +20,7 @@ from etude.data.text import encode_continuation
 from etude.errors import ConfigError, RolloutError
 from etude.policies.language.sampling import Sampling
 from etude.rng import STREAM_ROLLOUT, fold
+from etude.rollouts.ahead import Ahead
 from etude.rollouts.conversation import Conversation, add_completion, begin, hear
 from etude.rollouts.measures import measure_rewards, timed
 from etude.rollouts.rewards import RewardFunction, Rewards
@@ -59,6 +60,7 @@ class TextRollouts:
         generator: Draws the completions instead of the policy; has `generate` and returns the ids of its tokens (an
             endpoint, say).
         resample: Rounds in which groups whose rewards are all equal are replaced by groups of other prompts.
+        ahead: 1 draws the rollouts of a step while the one before it trains, with weights that are one version old.
     """
 
     spec: DataSpec | None = None
@@ -81,12 +83,16 @@ class TextRollouts:
         max_turns: int = 4,
         generator: Any = None,
         resample: int = 0,
+        ahead: Literal[0, 1] = 0,
     ) -> None:
         if prompts_per_step < 1 or group_size < 1 or max_turns < 1:
             raise ConfigError("prompts_per_step, group_size and max_turns must be at least 1")
         if resample < 0 or (resample and group_size < 2):
             raise ConfigError("resample must not be negative, and needs a group_size of 2 or more to compare rewards")
+        if ahead not in (0, 1):
+            raise ConfigError(f"ahead must be 0, or 1 to draw one step ahead; got {ahead!r}")
         self.resample = resample
+        self._ahead = Ahead(self) if ahead else None
         self.tasks: Sequence[Task] = make_tasks(tasks)
         self.conversation, self.max_turns, self.generator, self.chat = conversation, max_turns, generator, chat
         self.rewards = (
@@ -127,6 +133,9 @@ class TextRollouts:
                 f"log-probabilities at {wanted:g}; set both to the same"
             )
 
+        if self._ahead is not None:
+            self._ahead.attach(trainer)
+
     def open(self, place: Place) -> None:
         """Get ready to draw one rank's share."""
         if self.prompts_per_step % place.world:
@@ -135,8 +144,28 @@ class TextRollouts:
         self._order = Order(len(self.tasks), seed=place.seed, shuffle=place.shuffle, version=place.order_version)
 
     def take(self, step: int) -> Rollouts:
-        """Draw and reward the rollouts of one step."""
-        policy: Any = self._trainer.policy
+        """Draw and reward the rollouts of one step, or take those that were drawn while the step before trained."""
+        draw = self.collect if self._ahead is None else self._ahead.take
+        replaced = draw(step)
+        good = [rollout for rollout in self.rollouts if rollout.reward is not None]
+        self._measure(good)
+        if self.resample:
+            groups = len(self._positions(step))
+            self.metrics["rollout/resampled"] = (replaced / groups, float(groups))
+        if self._ahead is not None:
+            self.metrics["rollout/age"] = (float(self._ahead.age), 1.0)
+        if not sum(self._gather(len(good))):
+            reason = next((rollout.error for rollout in self.rollouts), None)
+            raise RolloutError(f"all {len(self.rollouts)} rollouts of step {step} failed; the first: {reason}")
+        # A rank all of whose rollouts failed goes through one of them, which weighs nothing.
+        return Rollouts(good or [self._unpaid(self.rollouts[0])], are_padding=not good)
+
+    def collect(self, step: int, policy: Any = None) -> int:
+        """Draw and reward the rollouts of one step with a policy, the trained one unless given.
+
+        They are in `rollouts` then; what is returned is how many groups were replaced.
+        """
+        policy = self._trainer.policy if policy is None else policy
         with timed(self.timings, "generate"):
             self.rollouts = self.draw(policy, self._positions(step), fold(self.place.seed, STREAM_ROLLOUT, step))
         with timed(self.timings, "reward"):
@@ -144,16 +173,7 @@ class TextRollouts:
         replaced = self._replace_equal_groups(policy, step)
         if getattr(self._trainer.algorithm, "needs_greedy", False):
             self._compare_with_greedy(policy, step)
-        good = [rollout for rollout in self.rollouts if rollout.reward is not None]
-        self._measure(good)
-        if self.resample:
-            groups = len(self._positions(step))
-            self.metrics["rollout/resampled"] = (replaced / groups, float(groups))
-        if not sum(self._gather(len(good))):
-            reason = next((rollout.error for rollout in self.rollouts), None)
-            raise RolloutError(f"all {len(self.rollouts)} rollouts of step {step} failed; the first: {reason}")
-        # A rank all of whose rollouts failed goes through one of them, which weighs nothing.
-        return Rollouts(good or [self._unpaid(self.rollouts[0])], are_padding=not good)
+        return replaced
 
     @staticmethod
     def _unpaid(rollout: Trajectory) -> Trajectory:
@@ -168,9 +188,20 @@ class TextRollouts:
         return step * self.prompts_per_step / len(self.tasks)
 
     def close(self) -> None:
-        """End the process of the reward function."""
+        """End the thread that draws ahead, and the process of the reward function."""
+        if self._ahead is not None:
+            self._ahead.close()
         if self.rewards is not None:
             self.rewards.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rollouts that wait to be trained on; ranks call together."""
+        return {} if self._ahead is None else {"ahead": self._ahead.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the rollouts that waited."""
+        if self._ahead is not None:
+            self._ahead.load_state_dict(state.get("ahead", {}))
 
     # ---- drawing -------------------------------------------------------------------------------------------------
 
@@ -180,6 +211,15 @@ class TextRollouts:
 
     def _task(self, position: int) -> Task:
         return self.tasks[int(self._order.at(position, 1)[0][0])]
+
+    def _other_task(self, seed: int, position: int) -> Task:
+        return self.tasks[fold(seed, position) % len(self.tasks)]
+
+    def task_of(self, step: int, position: int, name: str) -> Task | None:
+        """Return the task with an id that the group at a position of a step was drawn of, if it is still there."""
+        seeds = [fold(self.place.seed, STREAM_ROLLOUT, step, attempt) for attempt in range(1, self.resample + 1)]
+        tasks = [self._task(position), *(self._other_task(seed, position) for seed in seeds)]
+        return next((task for task in tasks if task.id == name), None)
 
     def draw(
         self, policy: Any, positions: Sequence[int], seed: int, tasks: Sequence[Task] | None = None
@@ -271,7 +311,7 @@ class TextRollouts:
             if not equal:
                 break
             seed = fold(self.place.seed, STREAM_ROLLOUT, step, attempt)
-            tasks = [self.tasks[fold(seed, position) % len(self.tasks)] for position in equal]
+            tasks = [self._other_task(seed, position) for position in equal]
             with timed(self.timings, "generate"):
                 fresh = self.draw(policy, equal, seed, tasks)
             with timed(self.timings, "reward"):
