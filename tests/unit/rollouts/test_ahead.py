@@ -189,13 +189,12 @@ def test_two_ranks_train_as_one_process_does_and_are_taken_up_by_any_number(tmp_
 
 
 @pytest.mark.slow
-def test_the_hugging_face_engine_trains_on_the_same_rollouts(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    
-
-    for engine in ("torch", "huggingface"):
-        make(tmp_path / engine, engine=engine, config={"training_steps": 4}).fit()
-    assert compare(tmp_path / "huggingface", tmp_path / "torch") is None
+@pytest.mark.parametrize("engine, module", [("huggingface", "accelerate"), ("lightning", "lightning")])
+def test_other_engines_train_on_the_same_rollouts(tmp_path: Path, engine: str, module: str) -> None:
+    pytest.importorskip(module)
+    for run in ("torch", engine):
+        make(tmp_path / run, engine=run, config={"training_steps": 4}).fit()
+    assert compare(tmp_path / engine, tmp_path / "torch") is None
 
 
 def test_evaluations_between_steps_disturb_nothing(tmp_path: Path) -> None:
