@@ -334,9 +334,8 @@ class Session:
 
         For whoever waits while a step is fetched. Ranks that train together go on to where they all see the signal.
         """
-        signals = self.signals
-        if signals.received and self.group.world == 1 and time.monotonic() - signals.received_s > patience_s:
-            self._interrupt(signals.received)
+        if self.group.world == 1 and self.signals.is_pressing(patience_s):
+            self._interrupt(self.signals.received)
 
     def _interrupt(self, signum: int) -> None:
         # Ranks may each have got a signal; the sum says only that one did.

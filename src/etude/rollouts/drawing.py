@@ -27,7 +27,7 @@ _AGAIN = 0x52657472  # sets the draws of further attempts apart
 
 
 class Drawing:
-    """How rollouts are drawn and judged; which tasks are whose turn is `_task`'s to say."""
+    """How rollouts are drawn and judged; which tasks are whose turn is `task_at`'s to say."""
 
     tasks: Sequence[Task]
     rewards: Rewards | None
@@ -50,7 +50,8 @@ class Drawing:
         self.retried = 0
         """Rollouts that were drawn again since this was last set to 0."""
 
-    def _task(self, position: int) -> Task:
+    def task_at(self, position: int) -> Task:
+        """Return the task of a group."""
         return self.tasks[position]
 
     def collect(
@@ -64,7 +65,7 @@ class Drawing:
             seed: What else the rollouts are a function of.
             tasks: What to draw rollouts of; those at the positions unless given.
         """
-        given = dict(zip(positions, map(self._task, positions) if tasks is None else tasks, strict=True))
+        given = dict(zip(positions, map(self.task_at, positions) if tasks is None else tasks, strict=True))
         rollouts = self._judged(policy, given, seed)
         for attempt in range(1, self.retries + 1 if self.on_error in ("retry", "refill") else 1):
             failed: dict[int, list[int]] = {}
@@ -114,7 +115,7 @@ class Drawing:
             tasks: What to draw rollouts of; those at the positions unless given.
             runs: Which rollouts of each group; all `group_size` of them unless given.
         """
-        tasks = [self._task(position) for position in positions] if tasks is None else tasks
+        tasks = [self.task_at(position) for position in positions] if tasks is None else tasks
         keys = [fold(seed, position) >> 1 for position in positions]
         wanted = [range(self.group_size)] * len(positions) if runs is None else runs
         places = [

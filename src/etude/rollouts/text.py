@@ -18,6 +18,7 @@ from etude.errors import ConfigError, RolloutError
 from etude.policies.language.sampling import Sampling
 from etude.rng import STREAM_ROLLOUT, fold
 from etude.rollouts.agents import make_agent
+from etude.rollouts.ahead import Ahead
 from etude.rollouts.conversation import Conversation, begin
 from etude.rollouts.drawing import Drawing, OnError, of_runs, paid
 from etude.rollouts.measures import measure_rewards
@@ -73,6 +74,7 @@ class TextRollouts(Drawing):
             another try of the whole group.
         retries: Further tries at most.
         pool: Lets rollouts wait until there are enough: `{batch_size: 64, group_size: 8, key_list: [group_id]}`.
+        ahead: 1 draws the rollouts of a step while the one before it trains, with weights that are one version old.
     """
 
     spec: DataSpec | None = None
@@ -100,6 +102,7 @@ class TextRollouts(Drawing):
         on_error: OnError = "drop",
         retries: int = 2,
         pool: Annotated[Any, ParametersOf("etude.rollouts.pool:TrajectoryPool")] = None,
+        ahead: Literal[0, 1] = 0,
     ) -> None:
         super().__init__()
         if prompts_per_step < 1 or group_size < 1 or max_turns < 1 or retries < 0:
@@ -108,7 +111,12 @@ class TextRollouts(Drawing):
             raise ConfigError("resample must not be negative, and needs a group_size of 2 or more to compare rewards")
         if agent is not None and conversation is not None:
             raise ConfigError("an agent leads its own conversations: give either agent or conversation")
+        if ahead not in (0, 1):
+            raise ConfigError(f"ahead must be 0, or 1 to draw one step ahead; got {ahead!r}")
+        if ahead and pool is not None:
+            raise ConfigError("ahead: 1 draws what the next step trains on, which with a pool is not known; choose one")
         self.resample = resample
+        self._ahead = Ahead(self) if ahead else None
         self.tasks = make_tasks(tasks)
         self.conversation, self.max_turns, self.generator, self.chat = conversation, max_turns, generator, chat
         self.given_agent, self.agent_timeout_s = agent, agent_timeout_s
@@ -124,6 +132,8 @@ class TextRollouts(Drawing):
         self.pool: TrajectoryPool | None = make_pool(pool, group_size)
         self._drawn: int | None = None
         """Draws that went into the pool so far; None before the first."""
+        self.replaced = 0
+        """Groups of the last step that were drawn anew because their rewards were equal."""
         self.metrics: dict[str, tuple[float, float]] = {}
         self.rollouts: list[Trajectory] = []
         """The rollouts that were drawn for the last step, failed ones included."""
@@ -157,6 +167,8 @@ class TextRollouts(Drawing):
                 f"completions are drawn at temperature {self.sampling.scale:g} but the algorithm computes their "
                 f"log-probabilities at {wanted:g}; set both to the same"
             )
+        if self._ahead is not None:
+            self._ahead.attach(trainer)
 
     def open(self, place: Place) -> None:
         """Get ready to draw one rank's share."""
@@ -178,9 +190,9 @@ class TextRollouts(Drawing):
     def take(self, step: int) -> Rollouts:
         """Draw and reward the rollouts of one step."""
         policy: Any = self._trainer.policy
-        self.retried = self._replaced = 0
+        self.retried = self.replaced = 0
         if self.pool is None:
-            self.rollouts = self.rollouts_of(policy, step)
+            self.rollouts = self.rollouts_of(policy, step) if self._ahead is None else self._ahead.take(policy, step)
             self._require_any(self.rollouts, step)
             good = paid(self.rollouts)
         else:
@@ -194,7 +206,7 @@ class TextRollouts(Drawing):
         positions, seed = self._positions(number), (self.place.seed, STREAM_ROLLOUT, number)
         rollouts = self.collect(policy, positions, fold(*seed))
         rollouts, replaced = replace_equal_groups(self, policy, rollouts, self.resample, *seed)
-        self._replaced += replaced
+        self.replaced += replaced
         if getattr(self._trainer.algorithm, "needs_greedy", False):
             compare_with_greedy(self, policy, rollouts, positions)
         for rollout in rollouts:
@@ -231,7 +243,7 @@ class TextRollouts(Drawing):
 
     def _spare(self, policy: Any, step: int) -> Trajectory:
         """Return a rollout of which nothing was sampled, for a rank that has no other."""
-        task = self._task(self._positions(step)[0])
+        task = self.task_at(self._positions(step)[0])
         spare = begin(task, self.encode(policy, task), 0, group_id=str(self._positions(step)[0]), run_id=0)
         spare.reward, spare.score, spare.greedy_rewards = 0.0, {}, 0.0
         return spare
@@ -240,7 +252,7 @@ class TextRollouts(Drawing):
         """Name the tasks of a step."""
         if self.pool is not None:
             return [[rollout.task_id for rollout in of_runs(self.rollouts)]]
-        return [[self._task(position).id for position in self._positions(step)]]
+        return [[self.task_at(position).id for position in self._positions(step)]]
 
     def epochs(self, step: int) -> float:
         """Return how often every task has been seen; with a pool, if no rollout fails."""
@@ -252,12 +264,16 @@ class TextRollouts(Drawing):
         return step * prompts / len(self.tasks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what waits in the pool, and how many draws went into it; ranks call together."""
+        """Return what waits, in a pool or for the next step; ranks call together."""
+        if self._ahead is not None:
+            return {"ahead": self._ahead.state_dict()}
         return {} if self.pool is None else {"pool": self.pool.state_dict(), "drawn": self._drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what waited, however many ranks there were."""
         self._drawn = state.get("drawn")
+        if self._ahead is not None:
+            self._ahead.load_state_dict(state.get("ahead", {}))
         if self.pool is not None and "pool" in state:
             rank, world = self.place.rank, self.place.world
             self.pool.load_state_dict(state["pool"], is_own=lambda one: int(one.group_id) % world == rank)
@@ -268,7 +284,9 @@ class TextRollouts(Drawing):
             )
 
     def close(self) -> None:
-        """End the process of the reward function."""
+        """End the thread that draws ahead, and the process of the reward function."""
+        if self._ahead is not None:
+            self._ahead.close()
         if self.rewards is not None:
             self.rewards.close()
 
@@ -276,7 +294,8 @@ class TextRollouts(Drawing):
         first = step * self.prompts_per_step
         return list(range(first + self.place.rank, first + self.prompts_per_step, self.place.world))
 
-    def _task(self, position: int) -> Task:
+    def task_at(self, position: int) -> Task:
+        """Return the task of the group at a position in the order of all steps."""
         return self.tasks[int(self._order.at(position, 1)[0][0])]
 
     def _measure(self, good: Sequence[Trajectory]) -> None:
@@ -287,7 +306,9 @@ class TextRollouts(Drawing):
             found["rollout/retried"] = (self.retried / max(1, total), float(total))
         if self.resample:
             groups = len({rollout.group_id for rollout in drawn})
-            found["rollout/resampled"] = (self._replaced / max(1, groups), float(groups))
+            found["rollout/resampled"] = (self.replaced / max(1, groups), float(groups))
+        if self._ahead is not None:
+            found["rollout/age"] = (float(self._ahead.age), 1.0)
         if self.pool is not None:
             found["rollout/waiting"] = (float(len(self.pool) * self.place.world), 1.0)
         found |= measure_rewards((rollout.reward for rollout in taught), self._gather)
