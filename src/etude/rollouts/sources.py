@@ -8,6 +8,7 @@ from typing import Any
 
 from etude.errors import ConfigError
 from etude.registry import REWARD_REGISTRY, TASK_REGISTRY
+from etude.rollouts.reward_shapes import as_reward
 from etude.rollouts.rewards import RewardFunction
 from etude.rollouts.tasks import Prompts, Task
 
@@ -28,20 +29,17 @@ def make_tasks(given: Any) -> Sequence[Task]:
             raise ConfigError(f"tasks {given['type']!r}: {error}") from None
         tasks: Sequence[Task] = source(**params)
         return tasks
-    if isinstance(given, Sequence) and given and isinstance(given[0], str | Mapping):
-        return Prompts(given)
-    if hasattr(given, "__len__") and hasattr(given, "__getitem__") and len(given):
-        return given  # type: ignore[no-any-return]
+    if not isinstance(given, Mapping) and hasattr(given, "__len__") and hasattr(given, "__getitem__") and len(given):
+        # Rows of a `datasets.Dataset` are mappings, though it is no Sequence.
+        return Prompts(given) if isinstance(given[0], str | Mapping) else given
     raise ConfigError("tasks must be prompts, or the name of a source of them")
 
 
 def make_reward(given: str | RewardFunction | None, tasks: Any) -> RewardFunction:
-    """Return a reward function from its name, or the one that the tasks bring."""
-    if isinstance(given, str):
-        found: RewardFunction = REWARD_REGISTRY.get(given)
-        return found
+    """Return a reward function from its name or in any shape that it may have, or the one that the tasks bring."""
     if given is not None:
-        return given
+        found: RewardFunction = as_reward(REWARD_REGISTRY.get(given) if isinstance(given, str) else given)
+        return found
     own = getattr(tasks, "score", None)
     if own is None:
         raise ConfigError("these tasks have no reward of their own; give one with `reward`")
