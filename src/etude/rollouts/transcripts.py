@@ -73,7 +73,7 @@ class Transcripts:
         due = {name for name, seen in self.followed.items() if seen != stretch or is_last}
         if step <= self.last or not (shown or due):
             return []
-        written = list(_written(completed, experience, policy))
+        written = list(_written(completed, experience, policy, None if shown else due))
         keys = [fold(self.seed, step, zlib.crc32(one.name.encode())) for one in written]
         offered = self._offered(written, keys, shown, due, begins)
         everyone = [
@@ -88,8 +88,10 @@ class Transcripts:
         self, written: Sequence[Written], keys: Sequence[int], shown: bool, due: set[str], begins: bool
     ) -> list[Row]:
         """Return what this rank has to offer: its best, worst and a few random ones, and what is followed."""
-        order = sorted(range(len(written)), key=lambda index: (written[index].reward, keys[index]))
-        wanted = {*order[:1], *order[-1:], *sorted(order, key=lambda index: keys[index])[:3]} if shown else set()
+        wanted = set[int]()
+        if shown:
+            order = sorted(range(len(written)), key=lambda index: (written[index].reward, keys[index]))
+            wanted = {*order[:1], *order[-1:], *sorted(order, key=lambda index: keys[index])[:3]}
         groups = list(dict.fromkeys(one.group for one in written if one.prompt_id in due or begins))
         firsts = {one.group: index for index, one in reversed(list(enumerate(written))) if one.group in groups}
         wanted |= {firsts[group] for group in (groups[:FOLLOWED] if begins else groups)}
@@ -146,19 +148,21 @@ class Written:
     """Returns what is worth reading of it; takes a while, so only what is chosen is asked."""
 
 
-def _written(completed: Sequence[Any], experience: Any, policy: Any) -> Iterator[Written]:
+def _written(completed: Sequence[Any], experience: Any, policy: Any, prompts: set[str] | None) -> Iterator[Written]:
+    """Yield what was written, or of it only the answers to some prompts."""
     if completed and isinstance(completed[0], Graph):
-        yield from _of_graphs(completed)
+        yield from (one for one in _of_graphs(completed) if prompts is None or one.prompt_id in prompts)
         return
-    advantages = _advantages(completed, experience)
     for place, (group, members) in enumerate(groupby(enumerate(completed), key=lambda item: item[1].get("group_id"))):
         rows = list(members)
-        mean = sum(float(one.reward) for _, one in rows) / len(rows)
         prompt_id = _identify(rows[0][1])
+        if prompts is not None and prompt_id not in prompts:
+            continue
+        mean = sum(float(one.reward) for _, one in rows) / len(rows)
         for index, one in rows:
 
             def make(one: Any = one, index: int = index, prompt_id: str = prompt_id, mean: float = mean) -> Row:
-                return _describe(one, policy, prompt_id, advantages[index], mean)
+                return _describe(one, policy, prompt_id, _advantages(completed, experience)[index], mean)
 
             yield Written(f"{group}/{one.get('run_id', index)}", place, prompt_id, float(one.reward), make)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,10 @@ def test_a_killed_run_leaves_the_file_of_an_undisturbed_one(tmp_path: Path, deat
     options = {"save_every": 3, "keep_last": 20, "steps": 9}
     whole, killed = train(tmp_path / "whole", **options), tmp_path / "killed"
     assert reap(spawn(lambda: train(killed, callbacks=[DieAt(death)], **options))) == [-9]
-    assert read_rows(killed / "transcripts.jsonl")[-1]["step"] == death
+    rows = read_rows(killed / "transcripts.jsonl")
+    assert rows[-1]["step"] == death
+    lost = [row | {"text": "stale"} if row["step"] > death // 3 * 3 else row for row in rows]
+    (killed / "transcripts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lost) + '{"step": 9, "torn')
     assert train(killed, **options) == whole
     assert compare(killed, tmp_path / "whole") is None
 
