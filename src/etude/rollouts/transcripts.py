@@ -92,7 +92,8 @@ class Transcripts:
         if shown:
             order = sorted(range(len(written)), key=lambda index: (written[index].reward, keys[index]))
             wanted = {*order[:1], *order[-1:], *sorted(order, key=lambda index: keys[index])[:3]}
-        groups = list(dict.fromkeys(one.group for one in written if one.prompt_id in due or begins))
+        followed = (one for one in written if one.recurs and (one.prompt_id in due or begins))
+        groups = list(dict.fromkeys(one.group for one in followed))
         firsts = {one.group: index for index, one in reversed(list(enumerate(written))) if one.group in groups}
         wanted |= {firsts[group] for group in (groups[:FOLLOWED] if begins else groups)}
         begun = set(firsts.values())
@@ -146,6 +147,8 @@ class Written:
     reward: float
     make: Callable[[], Row]
     """Returns what is worth reading of it; takes a while, so only what is chosen is asked."""
+    recurs: bool = True
+    """Whether its prompt may come by again: what was said in a conversation does not."""
 
 
 def _written(completed: Sequence[Any], experience: Any, policy: Any, prompts: set[str] | None) -> Iterator[Written]:
@@ -183,7 +186,8 @@ def _of_graphs(graphs: Sequence[Graph]) -> Iterator[Written]:
                     row = _row(node.context, _hash(node.context), node.probe, node.reward, None, mean)
                     return {**row, "turns": turns}
 
-                yield Written(f"{number}/{place}/{index}", place, _hash(node.context), float(node.reward), make)
+                name, is_root = f"{number}/{place}/{index}", nodes is graph.children
+                yield Written(name, place, _hash(node.context), float(node.reward), make, is_root)
 
 
 def _describe(one: Trajectory, policy: Any, prompt_id: str, advantage: float | None, mean: float) -> Row:

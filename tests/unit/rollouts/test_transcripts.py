@@ -142,6 +142,7 @@ def test_a_conversation_is_kept_turn_by_turn(tmp_path: Path) -> None:
 def test_trees_of_turns_are_kept_where_they_are_text() -> None:
     def tree(number: int) -> Graph:
         turns = [Node(f"start {number}", f"probe {number}.{i}", "reply", number + i / 10) for i in range(3)]
+        turns[0].children.append(Node(f"start {number} probe reply", "later", "reply", 0.5))
         return Graph(f"start {number}", turns)
 
     rows = Transcripts(0).choose(1, [tree(0), tree(1)], None, None, lambda value: [value])
@@ -149,6 +150,7 @@ def test_trees_of_turns_are_kept_where_they_are_text() -> None:
     assert (kept["best"]["text"], kept["worst"]["text"]) == ("probe 1.2", "probe 0.0")
     assert kept["best"]["turns"] == [["model", "probe 1.2"], ["other", "reply"]]
     assert kept["best"]["advantage"] is None
+    assert {row["prompt"] for row in rows if "followed" in row["chosen"]} == {"start 0", "start 1"}
     other = [Graph(0.5, [Node(0.5, 0.1, 0.2, 1.0)])]
     assert Transcripts(0).choose(1, other, None, None, lambda value: [value]) == []
 
