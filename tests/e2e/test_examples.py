@@ -64,6 +64,13 @@ def test_a_red_team_trainer_with_a_loop_of_its_own(tmp_path: Path, child_env: di
     assert (tmp_path / "out" / "auditor" / "best" / "model.safetensors").is_file()
 
 
+def test_a_flat_script_gives_the_numbers_of_the_trainer_bit_for_bit(tmp_path: Path, child_env: dict[str, str]) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (extra: llm)")
+    out = run("grpo_flat.py", ["--steps", "6", "--compare"], tmp_path, child_env)
+    (last,) = re.findall(r"^step 6: reward ([\d.]+)", out, re.MULTILINE)
+    assert out.splitlines()[-1] == f"GRPOTrainer: reward {last}, the same weights"
+
+
 def test_changing_the_loss_takes_at_most_fifteen_lines_on_every_engine() -> None:
     """Counted over the class that a user writes for each engine; comments and empty lines are not code."""
     classes = {

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("loop",),
     ("engines",),
     ("trainer",),
+    ("grpo_trainer",),
     ("deploy", "redteam", "service"),
     ("config",),
     ("cli",),

@@ -18,15 +18,7 @@ from torch import Tensor, nn
 
 from etude.callbacks import Callback, CallbackGroup, EarlyStop, ShowProgress
 from etude.data.statistics import NormStats
-from etude.errors import (
-    CheckpointError,
-    ConfigError,
-    Interrupted,
-    RankError,
-    ShortRunError,
-    exits_refused,
-    one_line,
-)
+from etude.errors import CheckpointError, ConfigError, Interrupted, RankError, ShortRunError, exits_refused, one_line
 from etude.loop import guard, measuring, provenance, state
 from etude.loop.distributed import Group
 from etude.loop.ema import EMA
@@ -307,8 +299,9 @@ class Session:
         # In the arithmetic of the loss, or the rounding of one would pass for a ratio of probabilities.
         with timed(getattr(self.data, "timings", {}), "prepare"), self.precision.forward():
             return learn_from(
-                taken, self.trainer.algorithm, self.policy, self.place, step, self.gather, self.group.device
-            )
+                taken, self.trainer.algorithm, self.policy, self.place, step, self.gather, self.group.device,
+                lambda experience: self.record.transcribe(self, step + 1, taken, experience),
+            )  # fmt: skip
 
     def gather(self, value: Any) -> list[Any]:
         """Return the plain value of every rank, in order; to wait for a slower rank does not count as hanging."""

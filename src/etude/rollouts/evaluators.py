@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.errors import ConfigError
 from etude.rollouts.tasks import Task
 
 
@@ -61,17 +59,3 @@ class EvaluatorReward:
         if isinstance(found, Mapping):
             found = EvaluationRunResult(**found)
         return {**found.metrics, "reward": found.reward}
-
-
-def as_reward(given: Any, what: str) -> Any:
-    """Return a reward function from a function, an evaluator, or a class of either."""
-    if inspect.isclass(given):
-        try:
-            given = given()
-        except TypeError as error:
-            raise ConfigError(f"{what}: {given.__name__} must be made without arguments: {error}") from None
-    if callable(getattr(given, "evaluate", None)):
-        return EvaluatorReward(given)
-    if not callable(given):
-        raise ConfigError(f"{what} must be a function of (task, text) or have evaluate(data, target), got {given!r}")
-    return given

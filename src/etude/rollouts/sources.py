@@ -10,8 +10,8 @@ from typing import Any
 
 from etude.errors import ConfigError, DataError
 from etude.registry import REWARD_REGISTRY, TASK_REGISTRY, load_object, names_object
-from etude.rollouts.evaluators import as_reward
 from etude.rollouts.pool import TrajectoryPool
+from etude.rollouts.reward_shapes import as_reward
 from etude.rollouts.rewards import RewardFunction
 from etude.rollouts.tasks import PromptFile, Prompts, Task
 
@@ -62,7 +62,7 @@ def make_reward(given: Any, tasks: Any, *, required: bool = True) -> RewardFunct
         found: RewardFunction = as_reward(named, f"reward {given!r}")
         return found
     if given is not None:
-        return as_reward(given, "reward")  # type: ignore[no-any-return]
+        return as_reward(given)  # type: ignore[no-any-return]
     own: RewardFunction | None = getattr(tasks, "score", None)
     if own is None and required:
         raise ConfigError("these tasks have no reward of their own; give one with `reward`")
