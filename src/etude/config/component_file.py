@@ -9,6 +9,7 @@ Beside these stand `plugins`, `seed` and sections of an ordinary experiment, whi
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 import re
@@ -23,7 +24,7 @@ from etude.reading.translate import Translation
 from etude.reading.yaml12 import Path
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ACTING = ("horizon", "n_obs_steps", "n_action_steps", "temporal_ensemble_coeff", "latency_steps")
+_ACTING = ("horizon", "n_obs_steps", "image_obs_steps", "n_action_steps", "temporal_ensemble_coeff", "latency_steps")
 _OWN = ("schema_version", "plugins", "callbacks", "eval_data", "engine.type")
 
 
@@ -61,11 +62,25 @@ def locate_components(layer: Layer, tree: Interpolated) -> None:
         written = lookup(tree.values, path)
         if isinstance(written, str):
             found, fault = find_path(written, layer, path)
+            if path[-1] == "load_dir" and goes_on(os.path.dirname(layer.origin(path).file), _run_of(tree)):
+                fault = ""  # what was loaded is in the run's checkpoints
             tree.problems.extend([Problem(path, fault)] if fault else [])
             same = lookup(tree.stored, path) == written  # else it comes from the environment, and stays as written
             lookup(tree.values, path[:-1])[path[-1]] = found
             if same:
                 lookup(tree.stored, path[:-1])[path[-1]] = found
+
+
+def goes_on(*directories: str) -> bool:
+    """Tell whether one of these is a run that has a checkpoint, so that it takes its weights from there."""
+    return any(
+        glob.glob(os.path.join(glob.escape(folder), "checkpoints", "step-*")) for folder in directories if folder
+    )
+
+
+def _run_of(tree: Interpolated) -> str:
+    root, name = (lookup(tree.values, ("run", key)) for key in ("root", "name"))
+    return os.path.join(os.path.expanduser(root or "runs"), name) if isinstance(name, str) else ""
 
 
 def find_path(written: str, layer: Layer, path: Path) -> tuple[str, str]:
@@ -142,7 +157,9 @@ class _ComponentFile(Translation):
         self.move("seed", "policy.params.seed")
         self.move("seed", "training.seed")
         self.move("train.seed", "training.seed")
-        self._move_path("train.load_dir", "policy.params.load_dir")
+        folder = self.value("train.save_dir")
+        is_later = isinstance(folder, str) and goes_on(os.path.expanduser(folder))
+        self._move_path("train.load_dir", "policy.params.load_dir", wanted=not is_later)
         self.move("train.save_dir", "run.root", lambda text: os.path.dirname(_folder(text)))
         self.move("train.save_dir", "run.name", lambda text: os.path.basename(_folder(text)))
         self.move("train.resume", "run.resume", self._resume)
@@ -186,11 +203,14 @@ class _ComponentFile(Translation):
             horizon = lookup(self.value("data.datamodule"), ("params", key))
             if isinstance(horizon, int) and not isinstance(horizon, bool):
                 self.put("policy.params.horizon", horizon, f"data.datamodule.params.{key}")
-        params = lookup(self.value("data.datamodule"), ("params",)) or {}
-        for numbers, pictures in (("obs_proprio_history", "obs_images_history"), ("robot_obs_size", "img_obs_size")):
-            # Histories of different lengths train as they are told; acting keeps one for all that is seen.
-            if isinstance(params, dict) and 1 != params.get(numbers) == params.get(pictures) is not None:
-                self.put("policy.params.n_obs_steps", params[numbers], f"data.datamodule.params.{numbers}")
+        params = lookup(self.value("data.datamodule"), ("params",))
+        params = params if isinstance(params, dict) else {}
+        for keys in (("obs_proprio_history", "obs_images_history"), ("robot_obs_size", "img_obs_size")):
+            lengths = [params.get(key, 1) for key in keys]
+            if not any(key in params for key in keys) or lengths == [1, 1]:
+                continue
+            for key, place, length in zip(keys, ("n_obs_steps", "image_obs_steps"), lengths, strict=True):
+                self.put(f"policy.params.{place}", length, f"data.datamodule.params.{key}")
         for key in _ACTING:
             self.move(f"policy.params.{key}", f"policy.params.{key}")
         self.move("policy.params.actor.type", "policy.params.actor.type")
@@ -235,13 +255,13 @@ class _ComponentFile(Translation):
             place = ours if key in ("lr", "weight_decay") else f"{ours}.params"
             self.move(f"{theirs}.params.{key}", f"{place}.{key}")
 
-    def _move_path(self, theirs: str, ours: str) -> None:
+    def _move_path(self, theirs: str, ours: str, *, wanted: bool = True) -> None:
         written = self.value(theirs)
         if not isinstance(written, str):
             self.move(theirs, ours)
             return
         found, fault = find_path(written, self.layer, tuple(theirs.split(".")))
-        if fault:
+        if fault and wanted:
             self.fault(theirs, fault)
         self.move(theirs, ours, lambda _: found)
 
