@@ -73,14 +73,14 @@ def locate_components(layer: Layer, tree: Interpolated) -> None:
 
 def goes_on(*directories: str) -> bool:
     """Tell whether one of these is a run that has a checkpoint, so that it takes its weights from there."""
-    return any(
-        glob.glob(os.path.join(glob.escape(folder), "checkpoints", "step-*")) for folder in directories if folder
-    )
+    named = [glob.escape(folder) for folder in directories if folder and "\0" not in folder]
+    return any(glob.glob(os.path.join(folder, "checkpoints", "step-*")) for folder in named)
 
 
 def _run_of(tree: Interpolated) -> str:
-    root, name = (lookup(tree.values, ("run", key)) for key in ("root", "name"))
-    return os.path.join(os.path.expanduser(root or "runs"), name) if isinstance(name, str) else ""
+    root, name = lookup(tree.values, ("run", "root")) or "runs", lookup(tree.values, ("run", "name"))
+    is_named = isinstance(root, str) and isinstance(name, str)
+    return os.path.join(os.path.expanduser(root), name) if is_named else ""
 
 
 def find_path(written: str, layer: Layer, path: Path) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from etude.config.load import Loaded, load
 from etude.config.restore import load_policy
 from etude.errors import CheckpointError, ConfigError, DataError
 from etude.policies import ComponentPolicy
+from tests.unit.deploy.serving import serving
 
 h5py = pytest.importorskip("h5py")
 CAMERA = "observation.images.head"
@@ -141,10 +142,10 @@ def test_a_policy_acts_on_the_histories_it_was_trained_on(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_such_a_policy_is_exported_and_served_alike(tmp_path: Path) -> None:
-    pytest.importorskip("msgpack")
+def test_such_a_policy_is_exported_and_served_alike(tmp_path: Path, child_env: dict[str, str]) -> None:
+    pytest.importorskip("websockets")
     from etude.cli.export import export_source
-    from etude.deploy import PolicyClient, PolicyServer, load_exported
+    from etude.deploy import PolicyClient, load_exported
 
     fit()
     export_source("run", tmp_path / "out", kind="torch", which="auto")
@@ -154,10 +155,11 @@ def test_such_a_policy_is_exported_and_served_alike(tmp_path: Path) -> None:
         torch.manual_seed(0)
         chunks.append(torch.cat([policy.select_action(glance(seed=seed)) for seed in range(3)]))
     torch.testing.assert_close(*chunks)
-    with PolicyServer(policies[0], port=0) as server, PolicyClient(port=server.port) as client:
-        client.reset()
-        moment = {name: value[0].numpy() for name, value in glance().items()}
-        assert np.asarray(client.select_action(moment)).shape == (2,)
+    moments = [{name: value[0].numpy() for name, value in glance(seed=seed).items()} for seed in range(3)]
+    with serving(Path("run").absolute(), child_env) as (url, _), PolicyClient(url) as robot:
+        served = np.stack([robot.act(moment) for moment in moments])
+    assert served.shape == (3, 2)
+    assert np.isfinite(served).all()
 
 
 @pytest.mark.parametrize("name, frames", [("n_obs_steps", 2), ("image_obs_steps", 3)])
