@@ -25,6 +25,9 @@ from etude.reading.yaml12 import Path
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ACTING = ("horizon", "n_obs_steps", "image_obs_steps", "n_action_steps", "temporal_ensemble_coeff", "latency_steps")
+DATASET_FACTORIES = ("lerobot_dataset_factory", "episodic_dataset_factory")
+DATA_PATHS = ("root", "dataset_dir_l", "task_config_path")
+"""Their parameters that are paths; those of other factories are their own affair."""
 _OWN = ("schema_version", "plugins", "callbacks", "eval_data", "engine.type")
 
 
@@ -132,6 +135,7 @@ class _ComponentFile(Translation):
         """Put the dataset factory and what is asked of the loader in their places."""
         self.section("data.datamodule", "name what makes the dataset: {type, params}", short=True)
         self.move("data.datamodule", "data")
+        self._locate_data()
         for key in ("batch_size", "num_workers", "pin_memory", "prefetch_factor"):
             self.move(f"data.{key}", f"training.{key}")
         workers = self.value("training.num_workers", self.value("data.num_workers", 0))
@@ -146,6 +150,21 @@ class _ComponentFile(Translation):
         self.drop("data.persistent_workers", persist)
         if workers == 0 and self.value("data.prefetch_factor") is not None:
             self.fault("data.prefetch_factor", "needs num_workers of at least 1: nothing is made ahead without workers")
+
+    def _locate_data(self) -> None:
+        """Find data that lies beside the file; what is not there may lie in the working directory, or come later."""
+        if lookup(self.value("data.datamodule"), ("type",)) not in DATASET_FACTORIES:
+            return
+        for key in DATA_PATHS:
+            where = f"data.datamodule.params.{key}"
+            written = self.value(where)
+            paths = [written] if isinstance(written, str) else written
+            if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
+                continue
+            found = [find_path(path, self.layer, tuple(where.split("."))) for path in paths]
+            if any(not fault for _, fault in found) and not self.is_from_environment(where):
+                located = [path for path, _ in found]
+                self.put(f"data.params.{key}", located[0] if isinstance(written, str) else located, where)
 
     def training(self) -> None:
         """Put the trainer, its loss, length, cadence, seeds and places where they belong."""

@@ -41,7 +41,7 @@ class Translation:
         if value is None and stored is None and not keep_null:
             return
         if convert is not None:
-            if any(isinstance(text, Interpolation) for _, text in leaves(stored)):
+            if self.is_from_environment(theirs):
                 self._problems.append(Problem(source, "cannot come from the environment; write it out"))
                 return
             try:
@@ -79,6 +79,12 @@ class Translation:
         """Return the value at a key of the file."""
         found = lookup(self._tree.values, tuple(theirs.split(".")))
         return otherwise if found is None else found
+
+    def is_from_environment(self, theirs: str) -> bool:
+        """Tell whether a value, or a part of it, is not to be written down as it is."""
+        return any(
+            isinstance(text, Interpolation) for _, text in leaves(lookup(self._tree.stored, tuple(theirs.split("."))))
+        )
 
     def origin(self, theirs: str) -> Origin:
         """Return where a key of the file was set."""

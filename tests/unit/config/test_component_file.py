@@ -539,6 +539,8 @@ def test_what_cannot_be_made_ahead_is_an_error() -> None:
 
     with pytest.raises(DataError, match="leave out prefetch_factor"):
         StreamData(iter([])).open(Place(num_workers=1, prefetch_factor=2))
+    with pytest.raises(DataError, match="leave out pin_memory"):
+        StreamData(iter([])).open(Place(pin_memory=True))
     with pytest.raises(ConfigError, match="prefetch_factor: needs num_workers of at least 1"):
         TrainingConfiguration(prefetch_factor=2)
 

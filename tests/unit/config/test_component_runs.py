@@ -201,3 +201,19 @@ def test_a_run_that_begins_needs_that_folder(project: Path) -> None:
     fit()
     with pytest.raises(CheckpointError, match=r"there is no directory .*first, and no checkpoint"):
         train_config(Path("x.yaml"), ["train.load_dir=first"], "never")
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def test_data_lies_beside_the_file_or_in_the_working_directory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = project / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    params = load(project / "x.yaml").config.data.params
+    assert params["dataset_dir_l"] == str(project / "demos")
+    shutil.copytree(project / "demos", elsewhere / "demos")
+    shutil.rmtree(project / "demos")
+    assert load(project / "x.yaml").config.data.params["dataset_dir_l"] == str(elsewhere / "demos")
+    unlocated = load(project / "x.yaml", ["data.datamodule.params.dataset_dir_l=[later]"]).config.data.params
+    assert unlocated["dataset_dir_l"] == ["later"]
