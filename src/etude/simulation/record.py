@@ -16,11 +16,12 @@ from etude.errors import ConfigError, DataError
 from etude.rng import fold
 from etude.simulation.actors import EXPERT, Actor, Seat, make_actor
 from etude.simulation.environments import make_environment, split_name
-from etude.simulation.environments.base import ACTION, Array, Environment, Observation
+from etude.simulation.environments.base import Array, Environment, Observation
 from etude.simulation.evaluate import AnyPolicy
 from etude.simulation.journal import Journal
 from etude.simulation.seeds import action_key, episode_seed
 from etude.types import Feature
+from etude.types.names import ACTION
 
 SPLIT = "train"
 _NOISE_STREAM = 1
