@@ -103,9 +103,9 @@ class Workers:
         fetch: Fetch,
         number: int,
         *,
-        seed: int = 0,
-        ahead: int = 2,
-        pin_memory: bool | None = None,
+        seed: int,
+        ahead: int,
+        pin_memory: bool | None,
         begin: Callable[[int], None] | None = None,
         context: Any = None,
     ) -> None:
