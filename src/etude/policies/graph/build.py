@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from etude.policies.graph.components import run_imports
-from etude.policies.graph.interpolate import Interpolation
+from etude.policies.graph.interpolate import References
 from etude.policies.graph.merge import Templates
 from etude.policies.graph.model import GraphModel, make_plan
 from etude.policies.graph.objects import Maker
@@ -60,7 +60,7 @@ def resolve(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Item, S
     items = dict(root.value)
     templates = items.pop("templates", None)
     expanded = Templates(templates.mapping("templates") if templates else {}).expand(Item(items, root.place))
-    interpolation = Interpolation(expanded)
+    interpolation = References(expanded)
     resolved = interpolation.resolve()
     refuse_strays(resolved, interpolation.named)
     return resolved, check_top(resolved)

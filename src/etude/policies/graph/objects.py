@@ -12,7 +12,7 @@ from torch import nn
 from etude.errors import ConfigError
 from etude.policies.graph.components import find_component
 from etude.policies.graph.schema import Settings
-from etude.policies.graph.tree import Item, Place
+from etude.policies.graph.tree import Item, WrittenAt
 from etude.reading.suggest import did_you_mean
 
 _RESERVED = ("_type_", "_target_", "_args_", "_kwargs_")
@@ -103,8 +103,8 @@ def literal(value: Any) -> Any:
 
 
 def check_call(
-    function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], place: Place, places: dict[str, Place],
-    what: str,
+    function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], place: WrittenAt,
+    places: dict[str, WrittenAt], what: str,
 ) -> None:  # fmt: skip
     """Refuse arguments that a function does not take, before it is called."""
     try:
