@@ -176,7 +176,7 @@ def test_modules_do_not_import_in_circles() -> None:
 
 
 NAMED_BY_OTHERS = {"Trainer", "DPO", "IPO", "PPO", "Digits"}
-"""Names that the documents give to two things, and the digits that are data here and a task there."""
+"""Names that users of two libraries know, and the digits that are data here and a task there."""
 
 
 def test_no_two_classes_have_one_name() -> None:
