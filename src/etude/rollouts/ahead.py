@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from etude.errors import ConfigError
 from etude.rng import STREAM_ROLLOUT, fold
+from etude.rollouts.coordinator import GivenUpError
 from etude.rollouts.judge import GLANCE_S
 from etude.rollouts.measures import timed
 from etude.rollouts.plain import from_plain, to_plain
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
     from etude.trainer import Trainer
 
 log = logging.getLogger("etude")
-
-
-class GivenUpError(Exception):
-    """Nobody waits for these rollouts any more."""
 
 
 @dataclass
