@@ -41,9 +41,6 @@ class Draw:
     step: int
     rollouts: list[Trajectory] | None = None
     replaced: int = 0
-    """Groups that were drawn anew because their rewards were equal."""
-    retried: int = 0
-    """Rollouts that were drawn again because they failed."""
     weights: Mapping[str, Tensor] | None = None
     """To be drawn with, where that has not begun: those of a checkpoint."""
     error: BaseException | None = None
@@ -98,8 +95,8 @@ class Ahead:
 
     # ---- drawing -------------------------------------------------------------------------------------------------
 
-    def take(self, policy: Any, step: int) -> list[Trajectory]:
-        """Return the rollouts of a step, and begin those of the next.
+    def take(self, step: int) -> int:
+        """Give the data the rollouts of a step, begin those of the next, and return how many groups were replaced.
 
         Only a first step is drawn here and now, with the weights as they are.
         """
@@ -110,16 +107,15 @@ class Ahead:
             for name, seconds in draw.timings.items():
                 data.timings[name] = data.timings.get(name, 0.0) + seconds
             assert draw.rollouts is not None
-            found, self.age = draw.rollouts, 1
-            data.replaced, data.retried = draw.replaced, draw.retried
+            data.rollouts, replaced, self.age = draw.rollouts, draw.replaced, 1
         else:
             self._give_up()
-            found, self.age = data.rollouts_of(policy, step), 0
+            replaced, self.age = data.collect(step), 0
         with timed(data.timings, "copy"):
             self._copy_weights()
         self._draw = Draw(step + 1)
         self._start(self._draw)
-        return found
+        return replaced
 
     def _finish(self, draw: Draw) -> None:
         """Wait for rollouts, or raise what went wrong with them; a stop signal is answered meanwhile."""
@@ -138,7 +134,7 @@ class Ahead:
     def _start(self, draw: Draw) -> None:
         data, place = self._data, self._data.place
         drawer = copy(data)
-        drawer.timings, drawer._ahead, drawer.replaced, drawer.retried = draw.timings, None, 0, 0
+        drawer.rollouts, drawer.timings, drawer._ahead = [], draw.timings, None
         drawer._gather = _refuse_gather
         drawer._arithmetic = lambda: self._heeded(draw, data._arithmetic())
         drawer.glance = lambda: self._heeded(draw)
@@ -155,8 +151,8 @@ class Ahead:
         try:
             if self._session.group.device.type == "cuda":
                 torch.cuda.set_device(self._session.group.device)  # each thread has one of its own
-            draw.rollouts = drawer.rollouts_of(self._policy, draw.step)
-            draw.replaced, draw.retried = drawer.replaced, drawer.retried
+            draw.replaced = drawer.collect(draw.step, self._policy)
+            draw.rollouts = drawer.rollouts
         except BaseException as error:  # noqa: BLE001 - raised where the rollouts are asked for
             draw.error = error
 
@@ -215,12 +211,12 @@ class Ahead:
         while draw.is_going and not (session.place.world == 1 and session.signals.is_pressing()):
             draw.thread.join(GLANCE_S)  # type: ignore[union-attr]
         drawn = None if draw.is_going or draw.rollouts is None else [to_plain(one) for one in draw.rollouts]
-        everyone = session.gather([drawn, [draw.replaced, draw.retried]])
+        everyone = session.gather([drawn, draw.replaced])
         if any(rollouts is None for rollouts, _ in everyone):
             weights = self._policy.state_dict() if draw.weights is None else draw.weights
             return {"step": draw.step, "weights": weights}
         listed = sorted((one for rollouts, _ in everyone for one in rollouts), key=_name)
-        return {"step": draw.step, "rollouts": listed, "counts": [counts for _, counts in everyone]}
+        return {"step": draw.step, "rollouts": listed, "replaced": [count for _, count in everyone]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up this rank's part of the rollouts that waited, or the weights to draw them with."""
@@ -230,7 +226,7 @@ class Ahead:
         elif "rollouts" in state:
             self._draw = self._restored(**state)
 
-    def _restored(self, step: int, rollouts: list[dict[str, Any]], counts: list[list[int]]) -> Draw | None:
+    def _restored(self, step: int, rollouts: list[dict[str, Any]], replaced: list[int]) -> Draw | None:
         data, place = self._data, self._data.place
         kept = [from_plain(row) for row in rollouts]
         wanted = range(step * data.prompts_per_step, (step + 1) * data.prompts_per_step)
@@ -245,9 +241,8 @@ class Ahead:
                 )  # fmt: skip
             return None
         own = [one for one in kept if int(one.group_id) % place.world == place.rank]
-        same = len(counts) == place.world
-        replaced, retried = counts[place.rank] if same else (sum(c) // place.world for c in zip(*counts, strict=True))
-        return Draw(step, own, replaced, retried)
+        same = len(replaced) == place.world
+        return Draw(step, own, replaced[place.rank] if same else sum(replaced) // place.world)
 
     def close(self) -> None:
         """End the thread."""
