@@ -65,13 +65,15 @@ def digits() -> bool:
 
 
 ADDITION: Any = {"type": "addition", "params": {"low": 1, "high": 9}}
+UNCLIPPED = GRPO(objective="importance_sampling")
+"""The same as with a clip where a step draws with the weights that it trains: all ratios are 1."""
 
 
 def learn_to_add(steps: int, ahead: Literal[0, 1] = 0) -> float | None:
     """Print the rewards of SmolLM2-135M that learns to add; return the step with 0.9 of them, if there is one."""
     curve = Curve("addition")
     data = TextRollouts(ADDITION, prompts_per_step=4, group_size=8, max_new_tokens=4, ahead=ahead)
-    train(LanguageModel.smollm2(), data, GRPO(), curve, lr=1e-5, batch_size=32, training_steps=steps)
+    train(LanguageModel.smollm2(), data, UNCLIPPED, curve, lr=1e-5, batch_size=32, training_steps=steps)
     rewards = " ".join(f"{row['train/reward']:.2f}" for row in curve.rows)
     print(f"addition, SmolLM2-135M, GRPO 32 x 4 tokens, ahead: {ahead}, reward by step: {rewards}", flush=True)
     found = curve.first_above(0.9)
@@ -226,7 +228,7 @@ def steps_per_minute(ahead: Literal[0, 1] = 0, num_threads: int = 1) -> float:
     clock = WallClock()
     data = TextRollouts(ADDITION, prompts_per_step=2, group_size=4, max_new_tokens=32, ahead=ahead)
     steps: dict[str, Any] = {"training_steps": AHEAD_STEPS + 2, "batch_size": 8, "num_threads": num_threads}
-    train(LanguageModel.smollm2(), data, GRPO(), clock, lr=1e-6, **steps)
+    train(LanguageModel.smollm2(), data, UNCLIPPED, clock, lr=1e-6, **steps)
     return 60 * AHEAD_STEPS / (clock.ends[-1] - clock.ends[1])
 
 
