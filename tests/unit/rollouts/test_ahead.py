@@ -255,7 +255,7 @@ def test_an_error_beside_a_step_is_raised_at_the_next_with_its_sentence_and_lose
         prompts = [f"{number}: " for number in range(8)]
         return make(tmp_path / "run", tasks=prompts, reward=reward, on_reward_error="stop", config=settings)
 
-    with pytest.raises(RolloutError, match="task '4' failed on .*: ValueError: no such answer"):
+    with pytest.raises(RolloutError, match=r"task '4' failed on .*: ValueError: no such answer"):
         train(fails_later).fit()
     assert not threads_ahead()
     saved = CheckpointStore(tmp_path / "run" / "checkpoints").load("last")
