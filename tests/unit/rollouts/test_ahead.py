@@ -57,11 +57,24 @@ def threads_ahead() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "etude-ahead"]
 
 
+class Late(TextRollouts):
+    """Draws ahead only once the update beside it has been made."""
+
+    updated: threading.Event
+
+    def draw(self, policy: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        if threading.current_thread().name == "etude-ahead":
+            assert self.updated.wait(60)
+            self.updated.clear()
+        return super().draw(policy, *args, **kwargs)
+
+
 class KeepAll(KeepRows):
-    """Keeps the weights before each step and the rollouts that it trained on."""
+    """Keeps the weights before each step and the rollouts that it trained on; says when an update has been made."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.updated = threading.Event()
         self.weights: list[dict[str, torch.Tensor]] = []
         self.rollouts: list[list[Any]] = []
 
@@ -71,6 +84,7 @@ class KeepAll(KeepRows):
     def on_step_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         self.rollouts.append(trainer.data.rollouts)  # type: ignore[attr-defined]
         self._keep(trainer)
+        self.updated.set()
 
     def _keep(self, trainer: Trainer) -> None:
         self.weights.append({name: value.clone() for name, value in trainer.policy.state_dict().items()})
@@ -78,8 +92,9 @@ class KeepAll(KeepRows):
 
 @pytest.mark.parametrize("lora", [None, 2])
 def test_rollouts_are_drawn_with_weights_exactly_one_version_old_and_carry_their_log_probs(lora: int | None) -> None:
-    kept = KeepAll()
-    make(callbacks=[kept], lora=lora, config={"lr": 0.05}).fit()
+    kept, data = KeepAll(), Late("digits", ahead=1, **SIZES)
+    data.updated = kept.updated
+    make(callbacks=[kept], lora=lora, data=data, config={"lr": 0.05}).fit()
     assert [row["train/rollout/age"] for row in kept.rows] == [0, 1, 1, 1, 1, 1]
     policy, plain = LanguageModel.tiny(seed=0, lora=lora), TextRollouts("digits", **SIZES)
     plain.open(Place(seed=0))
