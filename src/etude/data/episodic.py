@@ -21,7 +21,7 @@ import torch
 from etude.data.columns import Columns
 from etude.data.convert.hdf5 import decompressed, hdf5_files, open_checked
 from etude.data.convert.recording import Array, faults, is_pictures
-from etude.data.histories import Histories, ImageWindow, Scaling, named_statistics
+from etude.data.histories import Histories, ImageWindow, Scaling, Window, named_statistics
 from etude.data.module import split_episodes
 from etude.data.order import Indices, Keys
 from etude.data.windows import Windows, role_of, statistics
@@ -149,12 +149,7 @@ class EpisodicDataset:
         }
         return {kind: value.float().view(-1, 1, 1) for kind, value in named.items()}
 
-    def use_windows(
-        self,
-        observation: Sequence[int] | None = None,
-        action: Sequence[int] | None = None,
-        images: ImageWindow = "alike",
-    ) -> None:
+    def use_windows(self, observation: Window = None, action: Window = None, images: ImageWindow = "alike") -> None:
         """Take what a policy asks for, where it agrees with what the dataset was told."""
         self._take(self.histories.agreed(observation, action, images, self.cameras))
 

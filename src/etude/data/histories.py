@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -9,8 +10,10 @@ from typing import Any, Literal, get_args
 from etude.data.windows import role_of
 from etude.errors import DataError
 
-ImageWindow = Sequence[int] | Literal["alike"] | None
-"""The window of pictures: distances in frames, None for single ones, or that of all other observations."""
+Window = Sequence[int] | None
+"""Distances in frames; None for single frames."""
+ImageWindow = Window | Literal["alike"]
+"""The window of pictures: one of their own, or that of all other observations."""
 Scaling = Literal["mean_std", "min_max"]
 _KINDS = {"mean_std": ("mean", "std", "min", "max"), "min_max": ("min", "max")}
 
@@ -45,13 +48,7 @@ class Histories:
                 found[name] = [step * self.stride for step in range(1 - length, 1)]
         return {name: steps for name, steps in found.items() if len(steps) > 1 or role_of(name) == "action"}
 
-    def agreed(
-        self,
-        observation: Sequence[int] | None,
-        action: Sequence[int] | None,
-        images: ImageWindow,
-        cameras: Sequence[str],
-    ) -> Histories:
+    def agreed(self, observation: Window, action: Window, images: ImageWindow, cameras: Sequence[str]) -> Histories:
         """Return the windows that fit what a policy asks for too; refuse a policy that asks for others."""
         if action is not None and len(action) != self.actions:
             raise DataError(f"the policy plans {len(action)} actions, and the data is told to hold {self.actions}")
@@ -66,7 +63,7 @@ class Histories:
                     f"the policy sees {wanted} frames of {what}, and the data is told to hold {length}: it would act "
                     f"on something else than it learned from; set the policy's {name} to {length}"
                 )
-        return Histories(self.actions, *said, self.stride)
+        return Histories(self.actions, said[0], said[1], self.stride)
 
 
 def named_statistics(stats: dict[str, Any], scaling: Scaling, cameras: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -98,5 +95,11 @@ def choose_windows(policy: Any, *sources: Any) -> None:
         asked = by_kind
     for source in sources:
         data = getattr(source, "dataset", source)
-        if hasattr(data, "use_windows"):
-            data.use_windows(**asked)
+        if not hasattr(data, "use_windows"):
+            continue
+        if not asked.keys() <= inspect.signature(data.use_windows).parameters.keys():
+            raise DataError(
+                f"{type(data).__name__} gives pictures no window of their own (use_windows takes no `images`); let the "
+                "policy see as many frames of pictures as of numbers"
+            )
+        data.use_windows(**asked)

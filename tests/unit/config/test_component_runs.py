@@ -171,6 +171,21 @@ def test_a_policy_told_to_see_something_else_is_refused_before_training(name: st
         ComponentPolicy({"info_embedder": EMBEDDER}, image_obs_steps=0)
 
 
+def test_data_that_knows_one_window_for_all_is_told_so() -> None:
+    from etude.data.histories import choose_windows
+
+    class Plain:
+        def use_windows(self, observation: Any = None, action: Any = None) -> None:
+            self.asked = (observation, action)
+
+    data = Plain()
+    configs = {"info_embedder": str(Path("info_embedder.yaml"))}
+    choose_windows(ComponentPolicy(configs, horizon=2, n_obs_steps=2), data)
+    assert data.asked == ([-1, 0], [0, 1])
+    with pytest.raises(DataError, match="Plain gives pictures no window of their own"):
+        choose_windows(ComponentPolicy(configs, horizon=2, n_obs_steps=2, image_obs_steps=1), data)
+
+
 # -- weights from elsewhere --------------------------------------------------------------------------------------------
 
 

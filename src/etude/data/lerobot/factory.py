@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from etude.data.augment import Augment
-from etude.data.histories import Histories, ImageWindow, Scaling, named_statistics
+from etude.data.histories import Histories, ImageWindow, Scaling, Window, named_statistics
 from etude.data.lerobot.reader import LeRobotDataset
 from etude.data.module import find_dataset, split_episodes
 from etude.errors import DataError
@@ -98,12 +98,7 @@ class _Dataset(LeRobotDataset):
         dataset._take(dataset.histories)
         return dataset
 
-    def use_windows(
-        self,
-        observation: Sequence[int] | None = None,
-        action: Sequence[int] | None = None,
-        images: ImageWindow = "alike",
-    ) -> None:
+    def use_windows(self, observation: Window = None, action: Window = None, images: ImageWindow = "alike") -> None:
         """Take what a policy asks for, where it agrees with what the dataset was told."""
         self._take(self.histories.agreed(observation, action, images, self.cameras))
 

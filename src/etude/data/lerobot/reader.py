@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.data.histories import ImageWindow
+from etude.data.histories import ImageWindow, Window
 from etude.data.lerobot.layout import BOOKKEEPING
 from etude.data.lerobot.options import ReadKeywords
 from etude.data.lerobot.source import LeRobotSource
@@ -88,12 +88,7 @@ class LeRobotDataset:
 
     # -- windows ------------------------------------------------------------------------------------------------
 
-    def use_windows(
-        self,
-        observation: Sequence[int] | None = None,
-        action: Sequence[int] | None = None,
-        images: ImageWindow = "alike",
-    ) -> None:
+    def use_windows(self, observation: Window = None, action: Window = None, images: ImageWindow = "alike") -> None:
         """Give observations and actions a window, as distances in frames; None gives single frames.
 
         What a policy asks for (`observation_delta_indices`, `action_delta_indices`) can be passed on as it is. Pictures
