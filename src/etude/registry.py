@@ -74,6 +74,7 @@ class Registry(Generic[T]):
         supplied: Iterable[str] = (),
         supplied_to_builtins: Iterable[str] = (),
         functions: bool = True,
+        files: tuple[str, ...] = (),
     ) -> None:
         """Make a registry.
 
@@ -86,6 +87,7 @@ class Registry(Generic[T]):
             supplied: Parameters that the framework passes itself and a configuration may not.
             supplied_to_builtins: Further such parameters of the built-in components; for others they are their own.
             functions: Whether a function that returns such a component will do.
+            files: How the names of files end that stand for a component just as a key does.
         """
         self.name = name
         self.noun = noun or name.removesuffix("s")
@@ -96,6 +98,7 @@ class Registry(Generic[T]):
         self.builtins = {key: Lazy(one) if isinstance(one, str) else one for key, one in named.items()}
         self._protocols = protocols
         self._functions = functions
+        self._files = files
         self._signatures: dict[str, tuple[Any, Signature]] = {}
         self._entries: dict[str, Any] = dict(self.builtins)
 
@@ -191,6 +194,10 @@ class Registry(Generic[T]):
 
     def __repr__(self) -> str:
         return f"Registry({self.name}: {', '.join(sorted(self._entries))})"
+
+    def is_file(self, key: str) -> bool:
+        """Tell whether a text names a file that stands for a component, or `file.py:Name`, and not a key."""
+        return key not in self._entries and (key.endswith(self._files) or names_object(key))
 
     def is_builtin(self, key: str) -> bool:
         """Tell whether a key is one of Etude's own."""
@@ -320,7 +327,9 @@ for _key, _where in BUILTINS["optimizers"].items():  # added as a plugin's are: 
     OPTIMIZER_BUILDER_REGISTRY.add(_key, Lazy(f"etude.{_where}"))
 LOSS_BUILDER_REGISTRY: Registry[Any] = Registry("losses", (protocols.LossFactory,), noun="loss", functions=False)
 ENVIRONMENT_REGISTRY: Registry[Any] = Registry("environments", ("reset step render close",))
-TASK_REGISTRY: Registry[Any] = Registry("tasks", ("__len__ __getitem__",), noun="source of tasks")
+TASK_REGISTRY: Registry[Any] = Registry(
+    "tasks", ("__len__ __getitem__",), noun="source of tasks", files=(".jsonl", ".csv", ".parquet")
+)
 REWARD_REGISTRY: Registry[Any] = Registry("rewards", ("__call__", "evaluate"), supplied=("task", "text"))
 AGENT_REGISTRY: Registry[Any] = Registry("agents", ("run",), supplied=("task", "llm"))
 

@@ -9,7 +9,7 @@ from etude.errors import RegistryError
 from etude.reading.origins import Problem
 from etude.reading.suggest import unknown
 from etude.reading.yaml12 import Path
-from etude.registry import REGISTRIES, names_object
+from etude.registry import REGISTRIES
 from etude.signatures import Signature, read_static
 from etude.signatures.nested import ComponentOf, Nested, OptionsOf, ParametersOf
 
@@ -49,7 +49,7 @@ def _check_component(kind: str, value: Any, stored: Any, path: Path, check: Chec
         Problem((*path, key), unknown(key, ["type", "params"])) for key in given if key not in ("type", "params")
     ]
     params, where = given.get("params"), path if isinstance(value, str) else (*path, "type")
-    if names_object(given["type"]):  # in a file of the user's, which is imported when it is used
+    if registry.is_file(given["type"]):  # of the user's, which is read when it is used
         return problems
     try:
         signature = registry.signature(given["type"])

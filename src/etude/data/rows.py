@@ -9,6 +9,7 @@ from typing import Any
 
 from etude.data.lines import read_json_lines
 from etude.errors import DataError
+from etude.extras import import_extra
 
 
 def read_rows(path: str | Path, what: str, *, plain: bool = False) -> Iterator[tuple[str, Any]]:
@@ -45,17 +46,10 @@ def _read_csv(path: str | Path, what: str) -> Iterator[tuple[str, Any]]:
 
 
 def _read_parquet(path: str | Path, what: str) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
+    from etude.data.lerobot.tables import read_table
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        number = 0
-        for batch in file.iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}, row {number}", row
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path} is no parquet file: {error}") from None
-    except OSError as error:
-        raise DataError(f"the {what} of {path} cannot be read: {error.strerror or error}") from None
+    import_extra("pyarrow.parquet", "sim")
+    if not Path(path).is_file():
+        raise DataError(f"the {what} of {path} cannot be read: no such file")
+    for number, row in enumerate(read_table(Path(path)).to_pylist(), 1):
+        yield f"{path}, row {number}", row

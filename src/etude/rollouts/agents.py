@@ -63,7 +63,8 @@ def make_agent(given: Any) -> Callable[[], Run]:
         inspect.signature(named).bind(**params)
     except TypeError as error:
         raise ConfigError(f"agent {name}: {error}") from None
-    return lambda: named(**params).run
+    kind: Any = named
+    return lambda: kind(**params).run
 
 
 @dataclass(frozen=True, slots=True)

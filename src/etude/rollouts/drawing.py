@@ -124,7 +124,7 @@ class Drawing:
         ]
         if self.agent is not None:
             return self._act(policy, self.agent, places)
-        prompts = [self._encode(policy, task) for task in tasks]
+        prompts = [self.encode(policy, task) for task in tasks]
         if runs is None:
             drawn = self._generate(policy, prompts, self.group_size, keys)
         else:  # each on its own: not all of a group are wanted
@@ -142,7 +142,8 @@ class Drawing:
             self._converse(policy, rollouts, self.conversation)
         return rollouts
 
-    def _encode(self, policy: Any, task: Task) -> list[int]:
+    def encode(self, policy: Any, task: Task) -> list[int]:
+        """Return the tokens of a task's prompt."""
         tokens = encode_prompt(policy, self._worded(task).messages or task.prompt)
         if not tokens:
             raise ConfigError(f"the prompt of task {task.id!r} is empty")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from etude.errors import ConfigError, DataError
@@ -16,13 +17,9 @@ from etude.rollouts.tasks import PromptFile, Prompts, Task
 
 log = logging.getLogger("etude")
 
-_FILES = (".jsonl", ".csv", ".parquet")
-
 
 def make_tasks(given: Any) -> Sequence[Task]:
     """Return tasks from prompts, a file of them, the name of a source, or `{type: name, params: {...}}`."""
-    if isinstance(given, str) and given.endswith(_FILES) and given not in TASK_REGISTRY:
-        return PromptFile(given)
     if isinstance(given, str):
         given = {"type": given}
     if isinstance(given, Mapping) and "type" in given:
@@ -30,7 +27,13 @@ def make_tasks(given: Any) -> Sequence[Task]:
         if unknown:
             raise ConfigError(f"tasks has no key {unknown[0]!r}; it takes type and params")
         params = dict(given.get("params") or {})
-        source = TASK_REGISTRY.get(given["type"])
+        source: Any
+        if names_object(given["type"]):
+            source = load_object(given["type"], "tasks")
+        elif TASK_REGISTRY.is_file(given["type"]):
+            source = partial(PromptFile, given["type"])
+        else:
+            source = TASK_REGISTRY.get(given["type"])
         try:
             inspect.signature(source).bind(**params)
         except TypeError as error:

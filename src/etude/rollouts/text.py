@@ -111,7 +111,8 @@ class TextRollouts(Drawing):
         self.resample = resample
         self.tasks = make_tasks(tasks)
         self.conversation, self.max_turns, self.generator, self.chat = conversation, max_turns, generator, chat
-        self.agent, self.agent_timeout_s = None if agent is None else make_agent(agent), agent_timeout_s
+        self.given_agent, self.agent_timeout_s = agent, agent_timeout_s
+        self.agent = None if agent is None else make_agent(agent)
         self.on_error, self.retries = on_error, retries
         judges = make_reward(reward, self.tasks, required=conversation is None and agent is None)
         if conversation is not None and reward is None:
@@ -140,7 +141,7 @@ class TextRollouts(Drawing):
             self.rewards.judge.release = trainer.session.written_tensors
         if self.pool is not None:
             self.pool.gather = trainer.session.gather
-        self.tasks = keep_short(self.tasks, lambda task: self._encode(trainer.policy, task), self.place.rank == 0)
+        self.tasks = keep_short(self.tasks, lambda task: self.encode(trainer.policy, task), self.place.rank == 0)
         self._lay_out()
         algorithm = trainer.algorithm
         if not hasattr(algorithm, "experience"):
@@ -231,7 +232,7 @@ class TextRollouts(Drawing):
     def _spare(self, policy: Any, step: int) -> Trajectory:
         """Return a rollout of which nothing was sampled, for a rank that has no other."""
         task = self._task(self._positions(step)[0])
-        spare = begin(task, self._encode(policy, task), 0, group_id=str(self._positions(step)[0]), run_id=0)
+        spare = begin(task, self.encode(policy, task), 0, group_id=str(self._positions(step)[0]), run_id=0)
         spare.reward, spare.score, spare.greedy_rewards = 0.0, {}, 0.0
         return spare
 

@@ -26,6 +26,8 @@ class _Said:
     """Prompt and reply as an agent sees them; empty for prompts that were given as tokens."""
     tokens: list[int]
     """Of prompt and reply."""
+    has_reply: bool
+    """Whether the reply has any text; if not, the same prompt again is asked for once more, and does not go on."""
     tail: str
     """What was sampled after the text of the reply: a stop text, an end token."""
     stops: tuple[str, ...]
@@ -49,7 +51,10 @@ class Transcript:
         if _is_tokens(prompt):
             return [int(token) for token in prompt]  # type: ignore[arg-type]
         text = render(policy, prompt)
-        before = [said for said in self._said if said.text and text.startswith(said.text)]
+        before = [
+            said for said in self._said
+            if said.text and text.startswith(said.text) and (said.has_reply or text != said.text)
+        ]  # fmt: skip
         if not before:
             return encode_prompt(policy, prompt)  # type: ignore[arg-type]  # no tokens
         last = max(before, key=lambda said: len(said.text))
@@ -65,7 +70,7 @@ class Transcript:
         tokens = [*prompt, *completion.tokens]
         text = "" if _is_tokens(request.prompt) else render(policy, request.prompt) + completion.text
         tail = _after(policy, completion) if text else ""
-        self._said.append(_Said(text, tokens, tail, request.sampling.stop))
+        self._said.append(_Said(text, tokens, bool(completion.text), tail, request.sampling.stop))
         if not request.is_trained:
             return
         number = self._continued(prompt)
