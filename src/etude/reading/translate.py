@@ -138,7 +138,7 @@ def _place(ours: str) -> Path:
 
 def _put(tree: Any, path: Path, value: Any) -> None:
     for key, following in pairwise(path):  # what was moved whole is the file's own, and copied before it is changed
-        inner = tree[key] if isinstance(tree, list) else tree.get(key)
+        inner = lookup(tree, (key,))
         kind: Any = list if isinstance(following, int) else dict
         tree[key] = tree = kind(inner) if isinstance(inner, kind) else kind()
     tree[path[-1]] = value
