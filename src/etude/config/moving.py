@@ -75,7 +75,7 @@ class FileTranslation(Translation):
 
     def written(self, theirs: str) -> Any:
         """Return a value that something is made of, which then cannot come from the environment."""
-        if self.comes_from_environment(theirs):
+        if self.is_from_environment(theirs):
             self.fault(theirs, "cannot come from the environment; write it out")
             return None
         return self.value(theirs)

@@ -42,7 +42,7 @@ class Translation:
         if value is None and stored is None and not keep_null:
             return
         if convert is not None:
-            if self.comes_from_environment(theirs):
+            if self.is_from_environment(theirs):
                 self._problems.append(Problem(source, "cannot come from the environment; write it out"))
                 return
             try:
@@ -81,7 +81,7 @@ class Translation:
         found = lookup(self._tree.values, tuple(theirs.split(".")))
         return otherwise if found is None else found
 
-    def comes_from_environment(self, theirs: str) -> bool:
+    def is_from_environment(self, theirs: str) -> bool:
         """Tell whether a part of a value is kept out of what is stored."""
         stored = lookup(self._tree.stored, tuple(theirs.split(".")))
         return any(isinstance(text, Interpolation) for _, text in leaves(stored))
