@@ -9,6 +9,7 @@ Beside these stand `plugins`, `seed` and sections of an ordinary experiment, whi
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 import re
@@ -23,7 +24,10 @@ from etude.reading.suggest import unknown
 from etude.reading.yaml12 import Path
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ACTING = ("horizon", "n_obs_steps", "n_action_steps", "temporal_ensemble_coeff", "latency_steps")
+_ACTING = ("horizon", "n_obs_steps", "image_obs_steps", "n_action_steps", "temporal_ensemble_coeff", "latency_steps")
+DATASET_FACTORIES = ("lerobot_dataset_factory", "episodic_dataset_factory")
+DATA_PATHS = ("root", "dataset_dir_l", "task_config_path")
+"""Their parameters that are paths; those of other factories are their own affair."""
 _OWN = ("schema_version", "plugins", "callbacks", "eval_data", "engine.type")
 
 
@@ -61,11 +65,25 @@ def locate_components(layer: Layer, tree: Interpolated) -> None:
         written = lookup(tree.values, path)
         if isinstance(written, str):
             found, fault = find_path(written, layer, path)
+            if path[-1] == "load_dir" and goes_on(os.path.dirname(layer.origin(path).file), _run_of(tree)):
+                fault = ""  # what was loaded is in the run's checkpoints
             tree.problems.extend([Problem(path, fault)] if fault else [])
             same = lookup(tree.stored, path) == written  # else it comes from the environment, and stays as written
             lookup(tree.values, path[:-1])[path[-1]] = found
             if same:
                 lookup(tree.stored, path[:-1])[path[-1]] = found
+
+
+def goes_on(*directories: str) -> bool:
+    """Tell whether one of these is a run that has a checkpoint, so that it takes its weights from there."""
+    named = [glob.escape(folder) for folder in directories if folder and "\0" not in folder]
+    return any(glob.glob(os.path.join(folder, "checkpoints", "step-*")) for folder in named)
+
+
+def _run_of(tree: Interpolated) -> str:
+    root, name = lookup(tree.values, ("run", "root")) or "runs", lookup(tree.values, ("run", "name"))
+    is_named = isinstance(root, str) and isinstance(name, str)
+    return os.path.join(os.path.expanduser(root), name) if is_named else ""
 
 
 class _ComponentFile(FileTranslation):
@@ -102,6 +120,7 @@ class _ComponentFile(FileTranslation):
         """Put the dataset factory and what is asked of the loader in their places."""
         self.section("data.datamodule", "name what makes the dataset: {type, params}", short=True)
         self.move("data.datamodule", "data")
+        self._locate_data()
         for key in ("batch_size", "num_workers", "pin_memory", "prefetch_factor"):
             self.move(f"data.{key}", f"training.{key}")
         workers = self.value("training.num_workers", self.value("data.num_workers", 0))
@@ -117,6 +136,21 @@ class _ComponentFile(FileTranslation):
         if workers == 0 and self.value("data.prefetch_factor") is not None:
             self.fault("data.prefetch_factor", "needs num_workers of at least 1: nothing is made ahead without workers")
 
+    def _locate_data(self) -> None:
+        """Find data that lies beside the file; what is not there may lie in the working directory, or come later."""
+        if lookup(self.value("data.datamodule"), ("type",)) not in DATASET_FACTORIES:
+            return
+        for key in DATA_PATHS:
+            where = f"data.datamodule.params.{key}"
+            written = self.value(where)
+            paths = [written] if isinstance(written, str) else written
+            if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
+                continue
+            found = [find_path(path, self.layer, tuple(where.split("."))) for path in paths]
+            if any(not fault for _, fault in found) and not self.is_from_environment(where):
+                located = [path for path, _ in found]
+                self.put(f"data.params.{key}", located[0] if isinstance(written, str) else located, where)
+
     def training(self) -> None:
         """Put the trainer, its loss, length, cadence, seeds and places where they belong."""
         self.section("train.trainer", "name the trainer: {type}", short=True)
@@ -127,7 +161,9 @@ class _ComponentFile(FileTranslation):
         self.move("seed", "policy.params.seed")
         self.move("seed", "training.seed")
         self.move("train.seed", "training.seed")
-        self.move_path("train.load_dir", "policy.params.load_dir")
+        folder = self.value("train.save_dir")
+        is_later = isinstance(folder, str) and goes_on(os.path.expanduser(folder))
+        self.move_path("train.load_dir", "policy.params.load_dir", wanted=not is_later)
         self.move("train.save_dir", "run.root", lambda path: os.path.dirname(run_folder(path)))
         self.move("train.save_dir", "run.name", lambda path: os.path.basename(run_folder(path)))
         self.move("train.resume", "run.resume", self._resume)
@@ -169,11 +205,14 @@ class _ComponentFile(FileTranslation):
             horizon = lookup(self.value("data.datamodule"), ("params", key))
             if isinstance(horizon, int) and not isinstance(horizon, bool):
                 self.put("policy.params.horizon", horizon, f"data.datamodule.params.{key}")
-        params = lookup(self.value("data.datamodule"), ("params",)) or {}
-        for numbers, pictures in (("obs_proprio_history", "obs_images_history"), ("robot_obs_size", "img_obs_size")):
-            # Histories of different lengths train as they are told; acting keeps one for all that is seen.
-            if isinstance(params, dict) and 1 != params.get(numbers) == params.get(pictures) is not None:
-                self.put("policy.params.n_obs_steps", params[numbers], f"data.datamodule.params.{numbers}")
+        params = lookup(self.value("data.datamodule"), ("params",))
+        params = params if isinstance(params, dict) else {}
+        for keys in (("obs_proprio_history", "obs_images_history"), ("robot_obs_size", "img_obs_size")):
+            lengths = [params.get(key, 1) for key in keys]
+            if not any(key in params for key in keys) or lengths == [1, 1]:
+                continue
+            for key, place, length in zip(keys, ("n_obs_steps", "image_obs_steps"), lengths, strict=True):
+                self.put(f"policy.params.{place}", length, f"data.datamodule.params.{key}")
         for key in _ACTING:
             self.move(f"policy.params.{key}", f"policy.params.{key}")
         self.move("policy.params.actor.type", "policy.params.actor.type")

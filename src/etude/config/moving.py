@@ -30,14 +30,14 @@ def find_path(written: str, layer: Layer, path: Path, *, here_first: bool = Fals
 class FileTranslation(Translation):
     """A file of another kind under translation, beside whose keys stand sections of an ordinary experiment."""
 
-    def move_path(self, theirs: str, ours: str) -> None:
-        """Carry a path over, as it is found."""
+    def move_path(self, theirs: str, ours: str, *, wanted: bool = True) -> None:
+        """Carry a path over, as it is found; one that is not there is a mistake where it is wanted."""
         written = self.value(theirs)
         if not isinstance(written, str):
             self.move(theirs, ours)
             return
         found, fault = find_path(written, self.layer, tuple(theirs.split(".")))
-        if fault:
+        if fault and wanted:
             self.fault(theirs, fault)
         self.move(theirs, ours, lambda _: found)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.callbacks import Callback, CallbackGroup, EarlyStop, ShowProgress
+from etude.data.histories import choose_windows
 from etude.data.statistics import NormStats
 from etude.errors import (
     CheckpointError,
@@ -86,6 +87,8 @@ class Session:
         self._exits.enter_context(self.signals)
         self.record = self._exits.enter_context(Record(trainer, group, resume))
         checkpoint = self.record.find_checkpoint(resume)
+        if checkpoint is None and (missing := getattr(trainer.policy, "unloaded", "")):
+            raise CheckpointError(f"{missing}, and no checkpoint that would have the weights")
         self.place = Place(
             config.seed, group.rank, group.world, config.batch_size, config.gradient_accumulation_steps,
             config.num_workers, config.shuffle, state.order_version(checkpoint), config.prefetch_factor,
@@ -438,13 +441,3 @@ class Session:
             module.eval()
         for optimization in self.optimizations.values():
             optimization.set_mode(training=True)
-
-
-def choose_windows(policy: nn.Module, *sources: Any) -> None:
-    """Let data that is cut into windows of time take them from the policy: frames seen, actions planned."""
-    if getattr(policy, "action_delta_indices", None) is None:
-        return
-    for source in sources:
-        data = getattr(source, "dataset", source)
-        if hasattr(data, "use_windows"):
-            data.use_windows(observation=policy.observation_delta_indices, action=policy.action_delta_indices)

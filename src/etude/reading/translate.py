@@ -82,9 +82,10 @@ class Translation:
         return otherwise if found is None else found
 
     def is_from_environment(self, theirs: str) -> bool:
-        """Tell whether a part of a value is kept out of what is stored."""
-        stored = lookup(self._tree.stored, tuple(theirs.split(".")))
-        return any(isinstance(text, Interpolation) for _, text in leaves(stored))
+        """Tell whether a value, or a part of it, is not to be written down as it is."""
+        return any(
+            isinstance(text, Interpolation) for _, text in leaves(lookup(self._tree.stored, tuple(theirs.split("."))))
+        )
 
     def origin(self, theirs: str) -> Origin:
         """Return where a key of the file was set."""
