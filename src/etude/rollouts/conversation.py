@@ -36,7 +36,7 @@ def begin(task: Task, prompt: Sequence[int], key: int, *, group_id: str, run_id:
     """Return a rollout of a prompt of which nothing has been sampled yet; its reward is None until it is judged."""
     return Trajectory(
         list(prompt), [0] * len(prompt), None, task=task, key=key, logprobs=[0.0] * len(prompt), group_id=group_id,
-        run_id=run_id, task_id=task.id, text="", finish_reason="stop", scores={}, error=None, turns=0,
+        run_id=run_id, task_id=task.id, text="", finish_reason="stop", scores={}, error=None, turns=0, tries=1,
         data_source=str(task.metadata.get("data_source", "")),
     )  # fmt: skip
 

@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.errors import one_line
+from etude.errors import RolloutError, one_line
 from etude.rollouts.judge import GLANCE_S
 
+MOST_HUNG = 64
+"""Agents that may hang, each in its thread, before the run ends."""
 Ask = Callable[[Any], Any]
 """Hands a question over and returns the answer; raises it if it is an exception."""
 Answer = Callable[[list[tuple[int, Any]]], Sequence[Any]]
@@ -47,6 +49,12 @@ def run_together(
         timeout_s: Seconds that each may take by itself, waiting for answers not counted; None is no limit.
         glance: Called a few times a second while waiting; may raise.
     """
+    hung = [thread for thread in threading.enumerate() if isinstance(thread, _Agent)]
+    if len(hung) >= MOST_HUNG:
+        raise RolloutError(
+            f"{len(hung)} agents were given up because they took too long, and have not ended since; mend them, or "
+            "give them more time with agent_timeout_s"
+        )
     changed = threading.Condition()
     agents = [_Agent(number, work, changed) for number, work in enumerate(works)]
     try:

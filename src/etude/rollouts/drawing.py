@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from statistics import fmean
 from typing import Any, Literal
 
 from etude.data.text import encode_continuation
@@ -47,13 +48,11 @@ class Drawing:
 
     def __init__(self) -> None:
         self.timings: dict[str, float] = {}
-        self.retried = 0
-        """Rollouts that were drawn again since this was last set to 0."""
 
     def _task(self, position: int) -> Task:
         return self.tasks[position]
 
-    def collect(
+    def judged(
         self, policy: Any, positions: Sequence[int], seed: int, tasks: Sequence[Task] | None = None
     ) -> list[Trajectory]:
         """Return judged rollouts; those that failed were drawn again as `on_error` says, and have no reward if in vain.
@@ -65,7 +64,7 @@ class Drawing:
             tasks: What to draw rollouts of; those at the positions unless given.
         """
         given = dict(zip(positions, map(self._task, positions) if tasks is None else tasks, strict=True))
-        rollouts = self._judged(policy, given, seed)
+        rollouts = self._tried(policy, given, seed)
         for attempt in range(1, self.retries + 1 if self.on_error in ("retry", "refill") else 1):
             failed: dict[int, list[int]] = {}
             for rollout in of_runs(rollouts):
@@ -73,17 +72,19 @@ class Drawing:
                     failed.setdefault(int(rollout.group_id), []).append(rollout.run_id)
             if not failed:
                 break
-            self.retried += sum(map(len, failed.values()))
             again = {position: given[position] for position in failed}
             key = fold(seed, _AGAIN, attempt)
             if self.on_error == "retry":
-                fresh = self._judged(policy, again, key, list(failed.values()))
+                fresh = self._tried(policy, again, key, list(failed.values()))
             else:
-                fresh = _into_places(self._judged(policy, again, key), failed)
+                fresh = _into_places(self._tried(policy, again, key), failed)
             rollouts = _replaced(rollouts, fresh)
+            for rollout in rollouts:
+                if rollout.run_id in failed.get(int(rollout.group_id), ()):
+                    rollout.tries = attempt + 1
         return rollouts
 
-    def _judged(
+    def _tried(
         self, policy: Any, given: dict[int, Task], seed: int, runs: Sequence[Sequence[int]] | None = None
     ) -> list[Trajectory]:
         with timed(self.timings, "generate"):
@@ -241,6 +242,14 @@ def paid(rollouts: Sequence[Trajectory]) -> list[Trajectory]:
 def of_runs(rollouts: Sequence[Trajectory]) -> list[Trajectory]:
     """Return one trajectory of each rollout: the last, where an agent made several."""
     return list({(rollout.group_id, rollout.run_id): rollout for rollout in rollouts}.values())
+
+
+def rewards_of_runs(rollouts: Sequence[Trajectory]) -> list[float]:
+    """Return the reward of each rollout: the mean of those of its turns, where an agent gave them different ones."""
+    runs: dict[Any, list[float]] = {}
+    for rollout in paid(rollouts):
+        runs.setdefault((rollout.group_id, rollout.run_id), []).append(rollout.reward)
+    return [fmean(rewards) for rewards in runs.values()]
 
 
 def _fail_whole_runs(rollouts: Sequence[Trajectory]) -> None:

@@ -32,7 +32,7 @@ def replace_equal_groups(
             break
         key = fold(*seed, attempt)
         tasks = [drawing.tasks[fold(key, position) % len(drawing.tasks)] for position in equal]
-        fresh = drawing.collect(policy, equal, key, tasks)
+        fresh = drawing.judged(policy, equal, key, tasks)
         kept = [rollout for rollout in rollouts if int(rollout.group_id) not in set(equal)]
         rollouts = sorted(kept + fresh, key=lambda rollout: (int(rollout.group_id), rollout.run_id))
         drawn += len(equal)
@@ -46,7 +46,7 @@ def compare_with_greedy(
     kept, size = drawing.sampling, drawing.group_size
     drawing.sampling, drawing.group_size = replace(kept, greedy=True), 1
     try:
-        greedy = drawing.collect(policy, positions, 0)
+        greedy = drawing.judged(policy, positions, 0)
     finally:
         drawing.sampling, drawing.group_size = kept, size
     found = {rollout.group_id: rollout for rollout in greedy}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from etude.callbacks import EvaluateEvery
 from etude.errors import ConfigError, RolloutError
 from etude.rng import STREAM_EVALUATE, fold
-from etude.rollouts.drawing import of_runs, paid
+from etude.rollouts.drawing import of_runs, paid, rewards_of_runs
 from etude.rollouts.sources import keep_short
 from etude.rollouts.text import TextRollouts, as_mapping
 from etude.signatures.nested import ComponentOf
@@ -89,7 +89,7 @@ class EvaluateRewards(EvaluateEvery):
         count = len(drawn.tasks) if self.limit is None else min(len(drawn.tasks), self.limit)
         tasks = [drawn.tasks[index] for index in range(count)]
         seed = fold(trainer.config.seed, STREAM_EVALUATE)
-        rollouts = of_runs(drawn.collect(trainer.policy, range(count), seed, tasks))
+        rollouts = drawn.judged(trainer.policy, range(count), seed, tasks)
         good = paid(rollouts)
         if not good:
             raise RolloutError(f"all {len(rollouts)} rollouts of an evaluation failed; the first: {rollouts[0].error}")
@@ -103,12 +103,12 @@ class EvaluateRewards(EvaluateEvery):
         for source in sorted(sources):
             own = _means([rollout for rollout in good if rollout.data_source == source])
             found |= {f"val/{source}_{name}": value for name, value in own.items()}
-        return found | {"val/num_samples": float(len(good))}
+        return found | {"val/num_samples": float(len(of_runs(good)))}
 
 
 def _means(rollouts: Sequence[Trajectory]) -> dict[str, float]:
     """Return the mean reward and the mean of each score."""
+    rewards, rollouts = rewards_of_runs(rollouts), of_runs(rollouts)
     names = sorted({name for rollout in rollouts for name in rollout.scores} - {"reward"})
-    count = len(rollouts)
-    found = {"reward": sum(rollout.reward for rollout in rollouts) / count}
-    return found | {name: sum(rollout.scores.get(name, 0.0) for rollout in rollouts) / count for name in names}
+    found = {"reward": sum(rewards) / len(rewards)}
+    return found | {name: sum(one.scores.get(name, 0.0) for one in rollouts) / len(rollouts) for name in names}

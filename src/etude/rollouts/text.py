@@ -16,10 +16,10 @@ import numpy as np
 from etude.data.order import Order
 from etude.errors import ConfigError, RolloutError
 from etude.policies.language.sampling import Sampling
-from etude.rng import STREAM_ROLLOUT, fold
+from etude.rng import STREAM_ROLLOUT, fold, seed_everything
 from etude.rollouts.agents import make_agent
 from etude.rollouts.conversation import Conversation, begin
-from etude.rollouts.drawing import Drawing, OnError, of_runs, paid
+from etude.rollouts.drawing import Drawing, OnError, of_runs, paid, rewards_of_runs
 from etude.rollouts.measures import measure_rewards
 from etude.rollouts.pool import TrajectoryPool
 from etude.rollouts.replacing import compare_with_greedy, replace_equal_groups
@@ -177,62 +177,73 @@ class TextRollouts(Drawing):
 
     def take(self, step: int) -> Rollouts:
         """Draw and reward the rollouts of one step."""
-        policy: Any = self._trainer.policy
-        self.retried = self._replaced = 0
         if self.pool is None:
-            self.rollouts = self.rollouts_of(policy, step)
+            replaced = self.collect(step)
             self._require_any(self.rollouts, step)
             good = paid(self.rollouts)
         else:
-            good = self._take_from(self.pool, policy, step)
-        self._measure(good)
+            good, replaced = self._take_from(self.pool, step)
+        self._measure(good, replaced)
         # A rank that has none goes through one, which weighs nothing.
-        return Rollouts(good or [self._spare(policy, step)], are_padding=not good)
+        return Rollouts(good or [self._spare(step)], are_padding=not good)
 
-    def rollouts_of(self, policy: Any, number: int) -> list[Trajectory]:
-        """Return this rank's judged rollouts of one draw, failed ones included; without a pool a step is a draw."""
-        positions, seed = self._positions(number), (self.place.seed, STREAM_ROLLOUT, number)
-        rollouts = self.collect(policy, positions, fold(*seed))
-        rollouts, replaced = replace_equal_groups(self, policy, rollouts, self.resample, *seed)
-        self._replaced += replaced
+    def collect(self, step: int, policy: Any = None) -> int:
+        """Draw and reward the rollouts of one step with a policy, the trained one unless given.
+
+        They are in `rollouts` then; what is returned is how many groups were replaced. With a pool, what is counted are
+        draws, of which a step may take several or none.
+        """
+        policy = self._trainer.policy if policy is None else policy
+        positions, seed = self._positions(step), (self.place.seed, STREAM_ROLLOUT, step)
+        rollouts = self.judged(policy, positions, fold(*seed))
+        self.rollouts, replaced = replace_equal_groups(self, policy, rollouts, self.resample, *seed)
         if getattr(self._trainer.algorithm, "needs_greedy", False):
-            compare_with_greedy(self, policy, rollouts, positions)
-        for rollout in rollouts:
+            compare_with_greedy(self, policy, self.rollouts, positions)
+        for rollout in self.rollouts:
             rollout.score = rollout.scores  # as trainers of recipes know it
-        return rollouts
+        return replaced
 
     def _require_any(self, rollouts: Sequence[Trajectory], step: int) -> None:
         if not sum(self._gather(len(paid(rollouts)))):
             reason = next((rollout.error for rollout in rollouts), None)
             raise RolloutError(f"all {len(of_runs(rollouts))} rollouts of step {step} failed; the first: {reason}")
 
-    def _take_from(self, pool: TrajectoryPool, policy: Any, step: int) -> list[Trajectory]:
-        """Draw until the pool has a batch, and take it."""
-        self.rollouts, drawn = [], 0
+    def _take_from(self, pool: TrajectoryPool, step: int) -> tuple[list[Trajectory], int]:
+        """Draw until the pool has a batch; return it, and how many groups were replaced."""
+        drawn: list[Trajectory] = []
+        draws = replaced = 0
         number = step if self._drawn is None else self._drawn
         most = _SPARE_DRAWS * (1 + pool.batch_size // (self.prompts_per_step * self.group_size))
         while not pool.is_ready(finished=True):
-            if drawn >= most:
+            if draws >= most:
                 raise RolloutError(
-                    f"the pool has no batch of {pool.batch_size} after {drawn} draws for step {step}; {len(pool)} "
+                    f"the pool has no batch of {pool.batch_size} after {draws} draws for step {step}; {len(pool)} "
                     f"rollouts wait in groups of fewer than {pool.group_size}: see group_size and key_list"
                 )
-            fresh = self.rollouts_of(policy, number)
-            self._require_any(fresh, step)
-            good = paid(fresh)
+            self._seed(number)
+            replaced += self.collect(number)
+            self._require_any(self.rollouts, step)
+            good = paid(self.rollouts)
             for index, rollout in enumerate(good):
                 pool.put_trajectory(rollout, (number, int(rollout.group_id), rollout.run_id, index))
             if "group_id" in pool.key_list:  # no other draw adds to these
                 pool.close_groups(good)
-            self.rollouts += fresh
-            drawn, number = drawn + 1, number + 1
-        self._drawn = number
-        return pool.get_trajectories(finished=True)
+            drawn += self.rollouts
+            draws, number = draws + 1, number + 1
+            self._drawn = number  # with the pool: a signal may have both saved before the next draw is done
+        self.rollouts = drawn
+        self._seed(step)
+        return pool.get_trajectories(finished=True), replaced
 
-    def _spare(self, policy: Any, step: int) -> Trajectory:
+    def _seed(self, number: int) -> None:
+        """Begin the global generators, which rewards may draw from, as the session does for a step."""
+        seed_everything(fold(self.place.seed, STREAM_ROLLOUT, number, self.place.rank))
+
+    def _spare(self, step: int) -> Trajectory:
         """Return a rollout of which nothing was sampled, for a rank that has no other."""
-        task = self._task(self._positions(step)[0])
-        spare = begin(task, self.encode(policy, task), 0, group_id=str(self._positions(step)[0]), run_id=0)
+        position = self._positions(step)[0]
+        prompt = self.encode(self._trainer.policy, self._task(position))
+        spare = begin(self._task(position), prompt, 0, group_id=str(position), run_id=0)
         spare.reward, spare.score, spare.greedy_rewards = 0.0, {}, 0.0
         return spare
 
@@ -279,18 +290,18 @@ class TextRollouts(Drawing):
     def _task(self, position: int) -> Task:
         return self.tasks[int(self._order.at(position, 1)[0][0])]
 
-    def _measure(self, good: Sequence[Trajectory]) -> None:
+    def _measure(self, good: Sequence[Trajectory], replaced: int) -> None:
         drawn, taught = of_runs(self.rollouts), of_runs(good)
         total = len(drawn)
         found = {"rollout/failed": (1 - len(paid(drawn)) / max(1, total) if total else 0.0, float(total))}
         if self.on_error in ("retry", "refill"):
-            found["rollout/retried"] = (self.retried / max(1, total), float(total))
+            found["rollout/retried"] = (sum(one.tries - 1 for one in drawn) / max(1, total), float(total))
         if self.resample:
             groups = len({rollout.group_id for rollout in drawn})
-            found["rollout/resampled"] = (self._replaced / max(1, groups), float(groups))
+            found["rollout/resampled"] = (replaced / max(1, groups), float(groups))
         if self.pool is not None:
             found["rollout/waiting"] = (float(len(self.pool) * self.place.world), 1.0)
-        found |= measure_rewards((rollout.reward for rollout in taught), self._gather)
+        found |= measure_rewards(rewards_of_runs(good), self._gather)
         if good:
             count = float(len(good))
             found["rollout/tokens"] = (float(np.mean([sum(rollout.loss_mask) for rollout in good])), count)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -16,7 +18,7 @@ from etude import Trainer, TrainingConfiguration
 from etude.algorithms.grpo import GRPO
 from etude.errors import ConfigError, DataError, RegistryError, RolloutError
 from etude.policies.language import LanguageModel
-from etude.rollouts.coordinator import run_together
+from etude.rollouts.coordinator import MOST_HUNG, run_together
 from etude.rollouts.evaluators import EvaluationRunResult, Evaluator
 from etude.rollouts.llm import LLM
 from etude.rollouts.reward_callback import EvaluateRewards
@@ -37,7 +39,7 @@ def rollouts_of(agent: Any, policy: Any = None, step: int = 0, place: Place | No
     settings = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 6, "reward_timeout_s": None}
     data = TextRollouts(options.pop("tasks", PROMPTS), agent=agent, **{**settings, **options})
     data.open(place or Place())
-    return data.collect(policy or LanguageModel.tiny(seed=0), data._positions(step), seed=step)
+    return data.judged(policy or LanguageModel.tiny(seed=0), data._positions(step), seed=step)
 
 
 def make(data: TextRollouts, run: Any = False, callbacks: Any = (), **config: Any) -> Trainer:
@@ -324,7 +326,7 @@ def test_an_evaluator_is_a_reward_and_so_is_its_class() -> None:
     for reward in (Length, Length()):
         data = TextRollouts(PROMPTS, reward, prompts_per_step=1, group_size=2, max_new_tokens=4)
         data.open(Place())
-        for rollout in data.collect(LanguageModel.tiny(seed=0), [0], 0):
+        for rollout in data.judged(LanguageModel.tiny(seed=0), [0], 0):
             assert rollout.reward == len(rollout.text) and rollout.scores == {"known": 1.0}
         data.close()
 
@@ -462,3 +464,52 @@ def test_an_agent_leads_its_own_conversations() -> None:
         TextRollouts(PROMPTS, agent=dict)
     with pytest.raises(RolloutError, match="all 4 rollouts of step 0 failed; the first: the agent failed: it ended"):
         make(TextRollouts(PROMPTS, agent=lambda task, llm: 1.0, prompts_per_step=2, group_size=2)).fit()
+
+
+def test_many_agents_that_hang_end_the_run() -> None:
+    never = threading.Event()
+    try:
+        found = run_together([lambda ask: never.wait()] * MOST_HUNG, lambda asked: [], 0.0)
+        assert {ended.error for ended in found} == {"it took longer than 0 s"}
+        with pytest.raises(RolloutError, match=f"{MOST_HUNG} agents were given up"):
+            run_together([lambda ask: None], lambda asked: [])
+    finally:
+        never.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("etude-agent"):
+                thread.join(60)
+
+
+class Interrupting(Twice):
+    """Asks its process to stop in the third draw, and hangs; not once a file says that this has been."""
+
+    said: Path
+    calls = 0
+
+    def run(self, task: Task, llm: LLM) -> float:
+        Interrupting.calls += 1
+        if Interrupting.calls == 20 and not self.said.exists():
+            self.said.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait()
+        return super().run(task, llm)
+
+
+@pytest.mark.slow
+def test_a_signal_between_two_draws_of_a_step_loses_neither(tmp_path: Path) -> None:
+    def train(name: str) -> None:
+        Interrupting.said = tmp_path / ("said" if name == "stopped" else "never")
+        Interrupting.calls = 0 if name == "stopped" else 100
+        pool = {"batch_size": 24, "group_size": 4, "key_list": ["group_id"]}
+        data = TextRollouts(
+            PROMPTS, agent=Interrupting, prompts_per_step=2, group_size=4, max_new_tokens=5, pool=pool,
+            agent_timeout_s=None,
+        )  # fmt: skip
+        make(data, tmp_path / name, training_steps=2).fit()
+
+    train("whole")
+    assert reap(spawn(lambda: train("stopped"))) == [143]
+    kept = CheckpointStore(tmp_path / "stopped" / "checkpoints").load("last").tree["data"]
+    assert kept["drawn"] == 2 and len(kept["pool"]["waiting"]) == 16
+    assert reap(spawn(lambda: train("stopped"))) == [0]
+    assert compare(tmp_path / "stopped", tmp_path / "whole") is None

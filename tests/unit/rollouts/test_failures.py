@@ -62,7 +62,7 @@ def make_data(kind: str, **options: Any) -> TextRollouts:
 def collect(kind: str, **options: Any) -> list[Any]:
     data = make_data(kind, **options)
     data.open(Place())
-    return data.collect(LanguageModel.tiny(seed=0), data._positions(0), 7)
+    return data.judged(LanguageModel.tiny(seed=0), data._positions(0), 7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
