@@ -63,7 +63,7 @@ class Histories:
                     f"the policy sees {wanted} frames of {what}, and the data is told to hold {length}: it would act "
                     f"on something else than it learned from; set the policy's {name} to {length}"
                 )
-        return Histories(self.actions, *said, self.stride)
+        return Histories(self.actions, said[0], said[1], self.stride)
 
 
 def named_statistics(stats: dict[str, Any], scaling: Scaling, cameras: Iterable[str]) -> dict[str, dict[str, Any]]:
