@@ -168,6 +168,47 @@ def test_a_recipe_is_checked_with_its_own_lines() -> None:
     assert line.split() == ["training.training_steps", "100", "recipe/my_task/my_task.yaml:8:3"]
 
 
+WORKER = """\
+class Worker:
+    def run(self, task, llm):
+        first = llm.complete(task.prompt, max_tokens=4)
+        return llm.complete(task.prompt + first.text + ";", max_tokens=4).text
+"""
+EVALUATOR = """\
+from etude.rollouts.evaluators import EvaluationRunResult, Evaluator
+
+
+class Length(Evaluator):
+    def evaluate(self, data, target):
+        return EvaluationRunResult(reward=len(target.final_answer) / 4, metrics={"known": float(data["hint"] == "h")})
+"""
+
+
+@pytest.mark.slow
+def test_workers_and_evaluators_are_found_beside_the_recipe_as_trainers_are(workspace: Path) -> None:
+    folder = workspace / "recipe" / "my_task"
+    (folder / "worker.py").write_text(WORKER)
+    (folder / "evaluator.py").write_text(EVALUATOR)
+    (folder / "rows.csv").write_text("question,answer,hint\na:,1,h\nb:,2,h\n")
+    (folder / "x.yaml").write_text(
+        TEST_CONFIG.replace("steps: 2", "steps: 1")
+        + "data: {data_files: rows.csv, prompt_key: question, batch_size: 2, rollout_repeat_n: 2}\n"
+        "rollout_worker:\n  custom_rollout_worker_module_path: worker.py\n"
+        "  custom_rollout_worker_class_name: Worker\n  evaluator_module_path: 'evaluator.py:Length'\n"
+        "service: {inference_service: {model: tiny}}\nloggers: []\n"
+    )
+    ran("train", "recipe/my_task/x.yaml", "-t", "x")
+    (row,) = steps("x")
+    assert row["train/score/known"] == 1.0
+
+
+def test_a_class_that_is_not_there_is_named_with_its_file() -> None:
+    done = etude("train", "recipe/my_task/test_config.yaml", "trainer.custom_trainer_class_name=MyCustomTrainr")
+    assert "recipe/my_task/my_trainer.py has no class 'MyCustomTrainr'; did you mean 'MyCustomTrainer'?" in str(
+        done.exception
+    )
+
+
 # -- the same numbers -------------------------------------------------------------------------------------------------
 
 RECIPE = """\

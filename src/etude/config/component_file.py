@@ -147,7 +147,7 @@ class _ComponentFile(FileTranslation):
             if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
                 continue
             found = [find_path(path, self.layer, tuple(where.split("."))) for path in paths]
-            if any(not fault for _, fault in found) and not self.comes_from_environment(where):
+            if any(not fault for _, fault in found) and not self.is_from_environment(where):
                 located = [path for path, _ in found]
                 self.put(f"data.params.{key}", located[0] if isinstance(written, str) else located, where)
 

@@ -31,7 +31,7 @@ class FileTranslation(Translation):
     """A file of another kind under translation, beside whose keys stand sections of an ordinary experiment."""
 
     def move_path(self, theirs: str, ours: str, *, wanted: bool = True) -> None:
-        """Carry a path over, as it is found; one that is not wanted any more need not be there."""
+        """Carry a path over, as it is found; one that is not there is a mistake where it is wanted."""
         written = self.value(theirs)
         if not isinstance(written, str):
             self.move(theirs, ours)
@@ -75,7 +75,7 @@ class FileTranslation(Translation):
 
     def written(self, theirs: str) -> Any:
         """Return a value that something is made of, which then cannot come from the environment."""
-        if self.comes_from_environment(theirs):
+        if self.is_from_environment(theirs):
             self.fault(theirs, "cannot come from the environment; write it out")
             return None
         return self.value(theirs)

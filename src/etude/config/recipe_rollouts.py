@@ -90,7 +90,7 @@ class RolloutKeys(TrainerKeys):
     def _move_files(self, theirs: str, ours: str) -> None:
         written = self.value(theirs)
         names = written if isinstance(written, list) else [written]
-        if self.comes_from_environment(theirs) or not all(isinstance(name, str) for name in names):
+        if self.is_from_environment(theirs) or not all(isinstance(name, str) for name in names):
             self.move(theirs, ours)
             return
         found = [find_path(name, self.layer, tuple(theirs.split(".")), here_first=True) for name in names]

@@ -215,7 +215,7 @@ class TrainerKeys(FileTranslation):
         if written == "tiny" and ours == "policy.params.path":
             self.put("policy.params.tiny", True, theirs)
             self.drop(theirs, text)
-        elif isinstance(written, str) and not self.comes_from_environment(theirs):
+        elif isinstance(written, str) and not self.is_from_environment(theirs):
             found, _ = find_path(written, self.layer, tuple(theirs.split(".")), here_first=True)
             is_path = written.startswith(("/", "./", "../", "~"))
             if is_path and found == written and not os.path.exists(os.path.expanduser(written)):

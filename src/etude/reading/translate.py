@@ -42,7 +42,7 @@ class Translation:
         if value is None and stored is None and not keep_null:
             return
         if convert is not None:
-            if self.comes_from_environment(theirs):
+            if self.is_from_environment(theirs):
                 self._problems.append(Problem(source, "cannot come from the environment; write it out"))
                 return
             try:
@@ -81,10 +81,11 @@ class Translation:
         found = lookup(self._tree.values, tuple(theirs.split(".")))
         return otherwise if found is None else found
 
-    def comes_from_environment(self, theirs: str) -> bool:
-        """Tell whether a part of a value is kept out of what is stored."""
-        stored = lookup(self._tree.stored, tuple(theirs.split(".")))
-        return any(isinstance(text, Interpolation) for _, text in leaves(stored))
+    def is_from_environment(self, theirs: str) -> bool:
+        """Tell whether a value, or a part of it, is not to be written down as it is."""
+        return any(
+            isinstance(text, Interpolation) for _, text in leaves(lookup(self._tree.stored, tuple(theirs.split("."))))
+        )
 
     def origin(self, theirs: str) -> Origin:
         """Return where a key of the file was set."""
@@ -138,7 +139,7 @@ def _place(ours: str) -> Path:
 
 def _put(tree: Any, path: Path, value: Any) -> None:
     for key, following in pairwise(path):  # what was moved whole is the file's own, and copied before it is changed
-        inner = tree[key] if isinstance(tree, list) else tree.get(key)
+        inner = lookup(tree, (key,))
         kind: Any = list if isinstance(following, int) else dict
         tree[key] = tree = kind(inner) if isinstance(inner, kind) else kind()
     tree[path[-1]] = value

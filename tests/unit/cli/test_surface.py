@@ -14,7 +14,10 @@ etude --show-completion
 etude --version
 etude train CONFIG? KEY=VALUE?
 etude train --resume auto|never|PATH = auto
-etude train --train_config --train-config CONFIG
+etude train -c --config --train_config --train-config CONFIG
+etude train -m --mode self-hosted|training-service
+etude train -r --run-nexrl
+etude train -t --tag NAME
 etude resume RUN KEY=VALUE?
 etude check CONFIG KEY=VALUE?
 etude check --json

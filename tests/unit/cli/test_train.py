@@ -41,12 +41,14 @@ def etude(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_both_spellings_of_the_config_take_overrides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Path, list[str], str]] = []
+    calls: list[tuple[Path, list[str], str, str | None]] = []
     monkeypatch.setattr("etude.cli.train.train_config", lambda *call: calls.append(call))
     runner.invoke(app, ["train", "x.yaml", "a=1", "b=2"])
     runner.invoke(app, ["train", "--train_config", "x.yaml", "a=1", "b=2"])
     runner.invoke(app, ["train", "a=1", "b=2", "--train-config", "x.yaml", "--resume", "never"])
-    assert calls == [(Path("x.yaml"), ["a=1", "b=2"], resume) for resume in ("auto", "auto", "never")]
+    runner.invoke(app, ["train", "-m", "self-hosted", "-c", "x.yaml", "a=1", "--run-nexrl", "-t", "first"])
+    assert calls[:3] == [(Path("x.yaml"), ["a=1", "b=2"], resume, None) for resume in ("auto", "auto", "never")]
+    assert calls[3:] == [(Path("x.yaml"), ["a=1", "run.name=first"], "auto", "self-hosted")]
 
 
 def test_a_run_without_a_config_cannot_be_resumed_by_name(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from etude.config.build import build
 from etude.config.load import Loaded, load
 from etude.errors import ConfigError, DataError
 from etude.policies import ComponentPolicy
+from tests.mutations import check_mutations
 
 EXPERIMENT = """\
 plugins:                        # list of importable modules that register components
@@ -455,66 +455,24 @@ def test_a_misspelt_section_of_an_ordinary_experiment_is_still_that(project: Pat
 # -- many mistakes ---------------------------------------------------------------------------------------------------
 
 
-VALUES: list[Any] = [None, True, -1, 0, 1.5, float("inf"), "", "x", "${a.b}", "\0", [], [1], {}, {"x": 1}, {"type": 3}]
+def check(count: int, seed: int) -> None:
+    def own(tree: Any) -> list[Any]:
+        return [tree["data"]["datamodule"]["params"]]  # whose keys are the factory's own affair
 
-
-def mutated(draw: random.Random) -> tuple[dict[str, Any], bool]:
-    """A file with one thing changed, and whether it now holds a key that nothing knows."""
-    from etude.reading import yaml12
-
-    tree: Any = yaml12.read(EXPERIMENT).value
-    containers = []
-
-    def visit(node: Any) -> None:
-        if isinstance(node, dict | list) and node:
-            containers.append(node)
-            for inner in node.values() if isinstance(node, dict) else node:
-                visit(inner)
-
-    visit(tree)
-    place = draw.choice(containers)
-    free = tree["data"]["datamodule"]["params"]  # whose keys are the factory's own affair
-    kind = draw.choice(["value", "value", "remove", "rename", "add"])
-    if isinstance(place, list) or kind == "value":
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-        place[draw.choice(keys)] = draw.choice(VALUES)
-        return tree, False
-    key = draw.choice(list(place))
-    if kind == "add":
-        place[f"{key}_x"] = draw.choice(VALUES[1:])
-        return tree, place is not free
-    value = place.pop(key)
-    if kind == "rename":
-        place[f"{key[:-1]}_{key[-1]}"] = value
-    return tree, kind == "rename" and place is not free
-
-
-def check_mutations(count: int, seed: int) -> None:
-    from etude.reading import yaml12
-
-    draw = random.Random(seed)
-    for _ in range(count):
-        tree, is_unknown = mutated(draw)
-        text = yaml12.write(tree)
+    def read_changed(text: str) -> None:
         Path("x.yaml").write_text(text)
-        try:
-            load("x.yaml")
-        except ConfigError as error:
-            lines = str(error).splitlines()
-            assert lines, text
-            assert all(len(line) < 600 for line in lines), text
-            assert all(line.startswith(("x.yaml", "override")) for line in lines), (text, lines)
-        else:
-            assert not is_unknown, text
+        load("x.yaml")
+
+    check_mutations(count, seed, EXPERIMENT, read_changed, "x.yaml", own)
 
 
 def test_changed_files_are_read_or_refused_in_sentences() -> None:
-    check_mutations(100, 0)
+    check(100, 0)
 
 
 @pytest.mark.nightly
 def test_many_changed_files_are_read_or_refused_in_sentences() -> None:
-    check_mutations(2000, 1)
+    check(2000, 1)
 
 
 # -- what is asked of the loader and of the machine ------------------------------------------------------------------

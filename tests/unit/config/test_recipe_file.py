@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from etude.config.recipe_keys import REFUSED, REFUSED_OF_SERVICE
 from etude.errors import ConfigError
 from etude.reading import yaml12
 from etude.reading.origins import lookup
+from tests.mutations import check_mutations
 
 RECIPE = """\
 project_name: demo
@@ -368,59 +368,18 @@ def test_own_keys_come_last_and_nowhere_else() -> None:
 
 # -- thousands of damaged ones ----------------------------------------------------------------------------------------
 
-VALUES: list[Any] = [None, 7, -1, 0.5, True, "text", "", [], {}, [1, "x"], {"a": 1}, "${data.seed}", "${nowhere}", "\0"]
-FREE = ("trainer", "algorithm")
 
+def check(count: int, seed: int) -> None:
+    def own(tree: Any) -> list[Any]:
+        return [tree["trainer"]["algorithm"], tree["service"]["train_service"]]  # what the user calls as they like
 
-def mutated(draw: random.Random) -> tuple[dict[str, Any], bool]:
-    """Return a recipe with one or two things changed, and whether it must be refused."""
-    tree: Any = yaml12.read(RECIPE).value
-    must_fail, changes = False, draw.randint(1, 2)
-    for _ in range(changes):
-        path: list[Any] = []
-        place = tree
-        while draw.random() < 0.75:
-            inner = [key for key in place if isinstance(place[key], dict) and place[key]]
-            if not inner:
-                break
-            path.append(draw.choice(inner))
-            place = place[path[-1]]
-        key = draw.choice(list(place))
-        kind = draw.choice(["value", "add", "drop", "rename"])
-        if kind == "value":
-            place[key] = draw.choice(VALUES)
-        elif kind == "add":
-            place[f"{key}_x"] = draw.choice(VALUES[1:])
-        elif kind == "drop" and len(place) > 1:
-            del place[key]
-        else:
-            place[f"{key[:-1]}_{key[-1]}"] = place.pop(key)
-        # What is called as the user likes it: a service, and what a trainer of one's own reads.
-        named = tuple(path) in (FREE, ("service", "train_service"))
-        must_fail = changes == 1 and kind in ("add", "rename") and not named  # of two, one may undo the other
-    return tree, must_fail
-
-
-def check_mutations(count: int, seed: int) -> None:
-    draw = random.Random(seed)
-    for _ in range(count):
-        tree, must_fail = mutated(draw)
-        text = yaml12.write(tree)
-        try:
-            read(text=text)
-        except ConfigError as error:
-            lines = str(error).splitlines()
-            assert lines, text
-            assert all(len(line) < 700 for line in lines), text
-            assert all(line.startswith(("recipe/x.yaml", "override")) for line in lines), (text, lines)
-        else:
-            assert not must_fail, text
+    check_mutations(count, seed, RECIPE, lambda text: read(text=text), "recipe/x.yaml", own)
 
 
 def test_changed_recipes_are_read_or_refused_in_sentences() -> None:
-    check_mutations(150, 0)
+    check(150, 0)
 
 
 @pytest.mark.nightly
 def test_many_changed_recipes_are_read_or_refused_in_sentences() -> None:
-    check_mutations(2000, 1)
+    check(2000, 1)
