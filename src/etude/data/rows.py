@@ -48,8 +48,17 @@ def _read_csv(path: str | Path, what: str) -> Iterator[tuple[str, Any]]:
 def _read_parquet(path: str | Path, what: str) -> Iterator[tuple[str, Any]]:
     from etude.data.lerobot.tables import read_table
 
-    import_extra("pyarrow.parquet", "sim")
+    import_extra("pyarrow.parquet", "llm")
     if not Path(path).is_file():
         raise DataError(f"the {what} of {path} cannot be read: no such file")
     for number, row in enumerate(read_table(Path(path)).to_pylist(), 1):
-        yield f"{path}, row {number}", row
+        yield f"{path}, row {number}", _plain(row)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON could have held it, so that checkpoints can keep it: dates and decimals as text."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)

@@ -12,7 +12,7 @@ from etude.rollouts.agents import Run, settle
 from etude.rollouts.conversation import begin
 from etude.rollouts.coordinator import Ask, Ended, run_together
 from etude.rollouts.llm import LLM, Reply, Request
-from etude.rollouts.transcript import Transcript, encode_prompt
+from etude.rollouts.turns import Transcript, encode_prompt
 from etude.types.trajectory import Trajectory
 
 Generate = Callable[[Sequence[list[int]], Sequence[int], Sampling], list[list[Completion]]]

@@ -20,7 +20,7 @@ from etude.rollouts.conversation import Conversation, add_completion, begin, hea
 from etude.rollouts.measures import timed
 from etude.rollouts.rewards import Rewards
 from etude.rollouts.tasks import Task
-from etude.rollouts.transcript import Transcript, encode_prompt
+from etude.rollouts.turns import Transcript, encode_prompt
 from etude.types.trajectory import Trajectory
 
 OnError = Literal["drop", "stop", "retry", "refill"]

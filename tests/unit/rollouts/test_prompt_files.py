@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,12 @@ def test_several_files_are_one_source_and_a_file_may_be_named_alone(tmp_path: Pa
         (name, str(number)) for number, name in enumerate(["a.jsonl"] * 2 + ["b.csv"] * 2 + ["c.parquet"] * 2)
     ]
     assert [task.prompt for task in make_tasks(paths[1])] == ["b.csv"] * 2
+
+
+def test_what_only_parquet_can_hold_is_kept_as_text(tmp_path: Path) -> None:
+    row = {"prompt": "1+1=", "asked": datetime(2026, 1, 2), "parts": [Decimal("1.5"), None]}
+    (task,) = PromptFile(write(tmp_path / "rows.parquet", [row]))
+    assert task.metadata == {"asked": "2026-01-02 00:00:00", "parts": ["1.5", None]}
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
