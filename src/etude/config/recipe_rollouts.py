@@ -86,6 +86,22 @@ class RolloutKeys(TrainerKeys):
                     f"{theirs}.{key}", refusing(f"goes with files of prompts, and type is {kind!r}; leave it out")
                 )
         self.drop(f"{theirs}.filter_prompts", truth)
+        if self.value(f"{theirs}.filter_prompts") is False and self.value(f"{theirs}.max_prompt_length") is not None:
+            self.fault(f"{theirs}.filter_prompts", "max_prompt_length leaves longer prompts out; leave one of them out")
+
+    def _prompt_length(self) -> None:
+        """Leave out prompts that are longer than said, or than a whole sequence leaves room for."""
+        keys, ours = ("data.max_prompt_length", "rollout_worker.max_prompt_length"), "data.params.tasks.params"
+        whole = "rollout_worker.max_sequence_length"
+        self.drop(whole, self._sequence)
+        if self.value("data.type", "torch") != "torch":
+            self.drop(keys[1], refusing("goes with files of prompts, and data.type names another source; leave it out"))
+            return
+        response = self.value("data.max_response_length", self.value("service.inference_service.max_tokens"))
+        longest = self.written(whole)
+        if isinstance(longest, int) and isinstance(response, int) and longest > response:
+            self.put(f"{ours}.max_prompt_length", longest - response, whole)
+        self.move_agreed(keys, f"{ours}.max_prompt_length")
 
     def _move_files(self, theirs: str, ours: str) -> None:
         written = self.value(theirs)
@@ -121,8 +137,7 @@ class RolloutKeys(TrainerKeys):
         ]
         for other in judges[1:]:
             self.fault(f"{worker}.{other}", f"stands beside {judges[0]}; leave one of them out")
-        self.drop(f"{worker}.max_prompt_length", count)
-        self.drop(f"{worker}.max_sequence_length", self._sequence)
+        self._prompt_length()
         pool = "trajectory_pool"
         self.section(pool)
         self.drop(f"{pool}.type", one_of("default", "simple", "grouped", "hierarchical"))

@@ -166,6 +166,18 @@ def test_files_are_tried_from_the_working_directory_first(project: Path) -> None
     assert message == f"{place}: there is neither {project / 'gone.py'} nor {project / 'recipe' / 'gone.py'}"
 
 
+def test_prompts_are_as_long_as_a_sequence_leaves_room_for() -> None:
+    def longest(*overrides: str) -> Any:
+        return lookup(read(*overrides).stored(), ("data", "params", "tasks", "params", "max_prompt_length"))
+
+    assert longest() == 12
+    assert longest("data.max_prompt_length=null") == 20 - 8
+    assert longest("data.max_prompt_length=null", "rollout_worker.max_prompt_length=7") == 7
+    said = "is 7, but data.max_prompt_length is 12; write one of them"
+    assert said in refusal("rollout_worker.max_prompt_length=7")
+    assert "leaves longer prompts out; leave one of them out" in refusal("data.filter_prompts=false")
+
+
 def test_a_custom_class_has_a_name_unless_told() -> None:
     loaded = read(text=RECIPE.replace('  custom_trainer_class_name: "Mine"\n', ""))
     assert loaded.config.trainer.params["class_name"] == "CustomTrainer"  # type: ignore[union-attr]
