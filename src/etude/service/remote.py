@@ -142,11 +142,15 @@ class RemoteApiTrainer(BaseTrainer):
     def _optimizer_options(self, training: Any) -> OptimizerConfiguration:
         """Return what the optimizer is built with: Adam, at the service's rate or else the training section's."""
         config = self._service_config
-        stated = float(training.lr) if "lr" in training.model_fields_set else 2e-6
+        for name, theirs in {"weight_decay": "weight_decay", "clip_norm": "grad_clip_norm"}.items():
+            if getattr(training, name) != type(training).model_fields[name].default:
+                raise ConfigError(
+                    f"training.{name}: the update is the service's; say train_service.config.{theirs} instead"
+                )
         schedule: Mapping[str, Any] = {
             name: getattr(training, name) for name in ("schedule", "warmup_steps", "min_lr_ratio")
         }
-        return OptimizerConfiguration(lr=float(config.get("learning_rate", stated)), clip_norm=None, **schedule)
+        return OptimizerConfiguration(lr=float(config.get("learning_rate", training.lr)), clip_norm=None, **schedule)
 
     @property
     def _url(self) -> str | None:

@@ -152,7 +152,6 @@ def test_a_rollout_is_a_function_of_its_place_and_not_of_the_ranks() -> None:
         ([0.5], None, 0.5, None),
         (["mine"], lambda task, text: len(text), 4.0, "mine"),
     ],
-    ids=str,
 )
 def test_an_agent_returns_a_reward_or_a_text_to_be_judged(result: Any, reward: Any, wanted: Any, text: Any) -> None:
     def agent(task: Task, llm: LLM) -> Any:

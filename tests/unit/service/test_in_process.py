@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: llm)")
 
+from etude.config.training import TrainingConfiguration
 from etude.errors import ConfigError, NonFiniteError
 from etude.service import InProcessService, RemoteApiGrpoTrainer, RemoteApiOpdTrainer, SelfHostedOpdTrainer
 from etude.service.datums import AdamParams, Datum, ModelInput, SamplingParams, as_datums
@@ -285,3 +286,17 @@ def test_one_teacher_is_needed_and_a_remote_one_refused() -> None:
         for kind in (SelfHostedOpdTrainer, RemoteApiOpdTrainer):
             with pytest.raises(ConfigError, match=message):
                 fit(kind, settings, tiny())
+
+
+def test_the_rate_is_the_same_once_a_run_has_stored_its_configuration() -> None:
+    trainer, plain = RemoteApiGrpoTrainer({}), TrainingConfiguration()
+    stored = TrainingConfiguration(**plain.model_dump(mode="json"))
+    assert trainer._optimizer_options(plain) == trainer._optimizer_options(stored)
+    said = RemoteApiGrpoTrainer({"train_service": {"config": {"learning_rate": 3e-4}}})
+    assert said._optimizer_options(stored).lr == 3e-4
+
+
+@pytest.mark.parametrize("name, theirs", [("clip_norm", "grad_clip_norm"), ("weight_decay", "weight_decay")])
+def test_what_only_the_service_can_do_is_not_taken_from_the_training_section(name: str, theirs: str) -> None:
+    with pytest.raises(ConfigError, match=rf"training.{name}: .* say train_service.config.{theirs}"):
+        RemoteApiGrpoTrainer({})._optimizer_options(TrainingConfiguration(**{name: 0.5}))
