@@ -64,9 +64,9 @@ def parse_message(body: bytes) -> Any:
 
 def _read_texts(message: Any) -> None:
     """Read every text of a message once: what is no UTF-8 is found when it is read."""
-    texts = [message.model_id, message.loss_fn, *message.loss_fn_config, *message.loss_fn_config_v2]
-    texts += [value.text for value in message.loss_fn_config_v2.values()]
-    texts += [name for datum in message.data for name in datum.loss_fn_inputs]
+    texts: list[Any] = [message.model_id, message.loss_fn, *message.loss_fn_config.items()]
+    texts += [value.text for _, value in message.loss_fn_config_v2.items()]
+    texts += [item for datum in message.data for item in datum.loss_fn_inputs.items()]
 
 
 def message_of_json(body: Mapping[str, Any], *, forward_only: bool) -> Any:
