@@ -293,6 +293,33 @@ def quickstart(
     )
 
 
+@app.command("serve")
+def serve_training(
+    folder: Annotated[
+        Path, typer.Option("--folder", metavar="DIR", help="Where everything is kept; started again, it goes on.")
+    ] = Path("service"),
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="MODEL", help="Offer tiny, smollm2 or a directory; repeat for more."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; other than loopback needs --keys.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    keys: Annotated[
+        Path | None, typer.Option("--keys", metavar="FILE", help="A line for each client: its name and its key.")
+    ] = None,
+    snapshot_steps: Annotated[
+        int | None,
+        typer.Option("--snapshot-steps", metavar="N", help="Steps that a restart repeats at most; 20 unless given."),
+    ] = None,
+) -> None:
+    """Serve training and sampling of language models to the Tinker client, with base_url=http://127.0.0.1:8000."""
+    from etude.cli.serve import serve_training as serve
+
+    serve(folder, model or [], host=host, port=port, keys=keys, snapshot_steps=snapshot_steps)
+
+
 @app.command("serve-policy")
 def serve_policy(
     source: TrainedPolicy,

@@ -1,12 +1,23 @@
-"""`etude serve-policy`: a trained or exported policy for robots, over a WebSocket."""
+"""`etude serve`: training for other programs; `etude serve-policy`: a trained or exported policy for robots."""
 
 from __future__ import annotations
 
 import gc
 import sys
+from pathlib import Path
 from typing import Any
 
 from etude.cli.output import say
+
+
+def serve_training(
+    folder: Path, models: list[str], *, host: str, port: int, keys: Path | None, snapshot_steps: int | None
+) -> None:
+    """Serve training and sampling of language models until a signal says stop."""
+    gc.enable()  # switched off for the start by `main`
+    from etude.service.server.run import run_service
+
+    run_service(folder, models, host=host, port=port, keys=keys, say=_say_now, snapshot_steps=snapshot_steps)
 
 
 def serve_policy(source: str, *, host: str, port: int, key: str | None, which: str) -> None:

@@ -124,7 +124,7 @@ class Generator:
             logits = logits[owners]
         active = list(range(len(rows)))
         shows_special = bool(sampling.stop) and self._name_special_tokens(sampling.stop)
-        end_tokens = {*self._end_tokens, *sampling.stop_tokens}
+        end_tokens = {*(self._end_tokens if sampling.ends else ()), *sampling.stop_tokens}
         for step in range(sampling.max_new_tokens):
             tokens_B, logprobs_B = choose(logits, None if draws is None else draws[active, step], sampling)
             for number, token, logprob in zip(active, tokens_B.tolist(), logprobs_B.tolist(), strict=True):

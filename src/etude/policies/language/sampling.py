@@ -36,6 +36,8 @@ class Sampling:
     seed: int = 0
     greedy: bool = False
     """Take the likeliest token every time."""
+    ends: bool = True
+    """Whether the model's own end tokens end a completion."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be sampled, and accept lists, as configurations give them."""
