@@ -136,7 +136,7 @@ def _session_router() -> APIRouter:
         return {"type": "create_session", "session_id": service.create_session(owner, about)}
 
     @router.post("/session_heartbeat")
-    def session_heartbeat(body: bodies.Session, service: Served, owner: Owner) -> dict[str, Any]:
+    def session_heartbeat(body: bodies.SessionBody, service: Served, owner: Owner) -> dict[str, Any]:
         service.owned("sessions", body.session_id, owner)
         return {"type": "session_heartbeat"}
 
@@ -161,7 +161,7 @@ def _training_router() -> APIRouter:
 
     @router.post("/create_model")
     def create_model(body: bodies.CreateModel, service: Served, owner: Owner) -> dict[str, Any]:
-        lora = (body.lora_config or bodies.Lora(rank=0)).model_dump()
+        lora = (body.lora_config or bodies.LoraBody(rank=0)).model_dump()
         model, request = service.create_model(
             owner, body.session_id, body.model_seq_id, body.base_model, lora, body.user_metadata
         )
@@ -269,14 +269,14 @@ def _sampling_router() -> APIRouter:
         return {"sampler_id": row["id"], "base_model": row["base"], "model_path": row["path"]}
 
     @router.post("/asample")
-    def asample(body: bodies.Sample, service: Served, owner: Owner) -> dict[str, Any]:
+    def asample(body: bodies.SampleBody, service: Served, owner: Owner) -> dict[str, Any]:
         request = submit_sample(service, owner, body)
         return {"request_id": request, "sample_sequence_ids": [f"{request}-{at}" for at in range(body.num_samples)]}
 
     return router
 
 
-def submit_sample(service: Service, owner: str, body: bodies.Sample) -> str:
+def submit_sample(service: Service, owner: str, body: bodies.SampleBody) -> str:
     """Take a request for completions; refuse what cannot be drawn."""
     if body.sampling_session_id is None or body.seq_id is None:
         raise Refusal(400, "a sample needs sampling_session_id and seq_id; make a sampling session first")

@@ -34,13 +34,13 @@ class CreateSession(Lenient):
     display_name: str | None = None
 
 
-class Session(Lenient):
+class SessionBody(Lenient):
     """Name a session."""
 
     session_id: _Text
 
 
-class Lora(Body):
+class LoraBody(Body):
     """Which weights are trained."""
 
     rank: int = 32
@@ -63,7 +63,7 @@ class CreateModel(Body):
     model_seq_id: _Place
     base_model: _Text
     user_metadata: dict[str, Any] | None = None
-    lora_config: Lora | None = None
+    lora_config: LoraBody | None = None
     optimizer_config: Optimizer = Optimizer()
     type: Literal["create_model"] = "create_model"
 
@@ -158,7 +158,7 @@ class Prompt(Body):
     chunks: list[Chunk]
 
 
-class SamplingParams(Body):
+class SamplingBody(Body):
     """How to draw."""
 
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
@@ -169,11 +169,11 @@ class SamplingParams(Body):
     top_p: float = Field(1.0, gt=0, le=1)
 
 
-class Sample(Body):
+class SampleBody(Body):
     """Draw completions."""
 
     prompt: Prompt
-    sampling_params: SamplingParams
+    sampling_params: SamplingBody
     num_samples: int = Field(1, ge=1, le=1024)
     sampling_session_id: _Text | None = None
     seq_id: _Place | None = None

@@ -23,7 +23,7 @@ MAX_CELLS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Row:
+class DatumRow:
     """One datum: tokens that are read, and numbers for each of them."""
 
     tokens: list[int]
@@ -36,7 +36,7 @@ class Work:
 
     model_id: str
     seq_id: int | None
-    rows: list[Row]
+    rows: list[DatumRow]
     loss_fn: str
     config: dict[str, float | str]
     forward_only: bool
@@ -123,7 +123,7 @@ def work_of(message: Any) -> Work:
     return Work(message.model_id, seq_id, rows, message.loss_fn, config, bool(message.forward_only))
 
 
-def _row_of(datum: Any, where: str) -> Row:
+def _row_of(datum: Any, where: str) -> DatumRow:
     tokens: list[int] = []
     for chunk in datum.model_input:
         if chunk.HasField("image") or chunk.HasField("dmel"):
@@ -138,7 +138,7 @@ def _row_of(datum: Any, where: str) -> Row:
         given = datum.loss_fn_inputs["target_tokens"]
         if given.HasField("sparse_csr") and not {"weights", "mask"} & set(inputs):
             inputs["mask"] = _dense_of(given, where, listed=True)  # what is not listed is no target
-    return Row(tokens, inputs)
+    return DatumRow(tokens, inputs)
 
 
 def _require_targets(targets: Tensor, length: int, where: str) -> None:

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from etude.service.server.service import Service
 
 
-class _Collector(Collector):
+class _ServiceCollector(Collector):
     def __init__(self, service: Service) -> None:
         self._service = service
 
@@ -43,5 +43,5 @@ class _Collector(Collector):
 def render_metrics(service: Service) -> bytes:
     """Return the figures of a service as Prometheus reads them."""
     registry = CollectorRegistry()
-    registry.register(_Collector(service))
+    registry.register(_ServiceCollector(service))
     return generate_latest(registry)

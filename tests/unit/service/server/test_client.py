@@ -14,7 +14,7 @@ import torch
 from etude.algorithms import losses
 from etude.service.datums import AdamParams
 from etude.service.server.bases import Adapter, Bases
-from etude.service.server.codec import Row, Work
+from etude.service.server.codec import DatumRow, Work
 from etude.service.server.trained import TrainedModel
 from tests.served import KEY, Served, connected
 
@@ -335,7 +335,9 @@ def test_adapters_on_every_layer_agree_with_peft(client: Any) -> None:
     for _ in range(3):
         step(trained, [datum()])
     ours = TrainedModel(BASES.make("tiny", Adapter(8, 3)))
-    work = Work("", 1, [Row(tokens()[:-1], {"target_tokens": torch.tensor(tokens()[1:])})], "cross_entropy", {}, False)
+    work = Work(
+        "", 1, [DatumRow(tokens()[:-1], {"target_tokens": torch.tensor(tokens()[1:])})], "cross_entropy", {}, False
+    )
     for _ in range(3):
         ours.run(work)
         ours.step(AdamParams(learning_rate=1e-2))
