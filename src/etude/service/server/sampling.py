@@ -8,6 +8,8 @@ import sqlite3
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -38,7 +40,7 @@ class SamplingWorker:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._change = threading.Condition()
-        self._due: deque[str] = deque()
+        self._due: deque[str | Callable[[], bool]] = deque()
         self._is_stopping = False
         self._policies: dict[Any, tuple[Any, str | None]] = {}
         """A policy for each form of weights, and the file whose weights it has."""
@@ -58,8 +60,8 @@ class SamplingWorker:
         if self._thread.is_alive():
             self._thread.join()
 
-    def notice(self, sampler: str) -> None:
-        """Look at a sampling session soon."""
+    def notice(self, sampler: str | Callable[[], bool]) -> None:
+        """Look at a sampling session soon; or call something, again and again while it says that there is more."""
         with self._change:
             if sampler not in self._due:
                 self._due.append(sampler)
@@ -74,7 +76,8 @@ class SamplingWorker:
                     return
                 sampler = self._due.popleft()
             try:
-                if self._serve(sampler):
+                serve = sampler if callable(sampler) else partial(self._serve, sampler)
+                if serve():
                     self.notice(sampler)
             except Exception:  # noqa: BLE001 - one session's fault must not stop the others
                 log.exception("sampling for %s failed", sampler)
@@ -96,7 +99,7 @@ class SamplingWorker:
         results: list[bytes] = []
         error, category = None, "user"
         try:
-            policy = self._policy(store.one("SELECT * FROM samplers WHERE id=?", name))
+            policy = self.policy(store.one("SELECT * FROM samplers WHERE id=?", name))
             results = self._draw(policy, given)
         except EtudeError as found:
             error = str(found)
@@ -119,8 +122,11 @@ class SamplingWorker:
                     store.finish(db, row["id"], result=result, error=error, category=category)
         self._service.tell([name for row in rows for name in (row["id"], row["target"])])
 
-    def _policy(self, sampler: sqlite3.Row) -> Any:
-        """Return a policy with a session's weights: the one for their form, the weights read if it has others."""
+    def policy(self, sampler: Mapping[str, Any] | sqlite3.Row) -> Any:
+        """Return a policy with a session's weights: the one for their form, the weights read if it has others.
+
+        It is for the thread that samples alone.
+        """
         adapter, file = self._service.adapter_of(sampler), sampler["file"]
         form = sampler["base"], None if adapter is None else adapter.form
         if form not in self._policies:
