@@ -126,11 +126,10 @@ def _ask(
                 400, f"a prompt has {len(prompt)} tokens, which with max_tokens={wanted} exceeds the context of {context}"
             )
     room = context - max(map(len, prompts))
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     seed = secrets.randbits(62) if body.seed is None else body.seed
     return Ask(
         weights, prompts, body.n, limit or min(CHAT_TOKENS, room), body.temperature, body.top_p, max(0, body.top_k),
-        stops, seed, top,
+        tuple(body.stop), seed, top,
     )  # fmt: skip
 
 

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import BeforeValidator, Field, FiniteFloat, ValidationError, WrapValidator, model_validator
 
 from etude.service.server.bodies import MAX_TOKENS, Body, _Text, _Token
 
 MAX_PROMPTS: Final = 256
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+_Stops = Annotated[list[_Stop], Field(max_length=16), BeforeValidator(lambda one: [one] if isinstance(one, str) else one)]
+
+
+def _one_reason(given: Any, read: Any) -> Any:
+    """Read a prompt; say in one sentence what it may be, and not once for every form that it does not have."""
+    try:
+        return read(given)
+    except ValidationError:
+        raise ValueError("a prompt is a text or a list of tokens, none negative, or a list of such prompts") from None
+
+
+_Prompt = Annotated[
+    str | Annotated[list[str] | list[_Token] | list[list[_Token]], Field(min_length=1)], WrapValidator(_one_reason)
+]
 NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "function_call": (), "functions": ([],),
     "logit_bias": ({},), "metadata": ({},), "modalities": (["text"],), "parallel_tool_calls": (), "prediction": (),
@@ -34,7 +48,7 @@ class Drawing(Body):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    stop: _Stops = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = True
@@ -55,7 +69,7 @@ class Drawing(Body):
 class Complete(Drawing):
     """Continue texts or tokens."""
 
-    prompt: str | Annotated[list[str] | list[_Token] | list[list[_Token]], Field(min_length=1)]
+    prompt: _Prompt
     max_tokens: int = Field(16, ge=1, le=MAX_TOKENS)
     logprobs: int | None = Field(None, ge=0, le=20)
 
