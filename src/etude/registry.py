@@ -322,13 +322,14 @@ LOSS_BUILDER_REGISTRY: Registry[Any] = Registry("losses", (protocols.LossFactory
 ENVIRONMENT_REGISTRY: Registry[Any] = Registry("environments", ("reset step render close",))
 TASK_REGISTRY: Registry[Any] = Registry("tasks", ("__len__ __getitem__",), noun="source of tasks")
 REWARD_REGISTRY: Registry[Any] = Registry("rewards", ("__call__",), supplied=("task", "text"))
+GENERATOR_REGISTRY: Registry[Any] = Registry("generators", ("generate",))
 
 REGISTRIES: dict[str, Registry[Any]] = {
     registry.name: registry
     for registry in (
         POLICY_REGISTRY, DATASET_BUILDER_REGISTRY, ALGORITHM_REGISTRY, ENGINE_REGISTRY, TRAINER_REGISTRY,
         OPTIMIZER_BUILDER_REGISTRY, LOSS_BUILDER_REGISTRY, LOGGER_REGISTRY, CALLBACK_REGISTRY, ENVIRONMENT_REGISTRY,
-        TASK_REGISTRY, REWARD_REGISTRY,
+        TASK_REGISTRY, REWARD_REGISTRY, GENERATOR_REGISTRY,
     )
 }  # fmt: skip
 

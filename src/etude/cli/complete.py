@@ -22,6 +22,7 @@ KINDS = (
     "environments",
     "tasks",
     "rewards",
+    "generators",
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.errors import ConfigError
-from etude.registry import REWARD_REGISTRY, TASK_REGISTRY
+from etude.registry import GENERATOR_REGISTRY, REWARD_REGISTRY, TASK_REGISTRY
 from etude.rollouts.rewards import RewardFunction
 from etude.rollouts.tasks import Prompts, Task
 
@@ -47,3 +47,18 @@ def make_reward(given: str | RewardFunction | None, tasks: Any) -> RewardFunctio
         raise ConfigError("these tasks have no reward of their own; give one with `reward`")
     reward: RewardFunction = own
     return reward
+
+
+def make_generator(given: Any) -> Any:
+    """Return what draws completions from its name or `{type: name, params: {...}}`; what is neither is one itself."""
+    given = {"type": given} if isinstance(given, str) else given
+    if not isinstance(given, Mapping):
+        return given
+    if "type" not in given or set(given) - {"type", "params"}:
+        raise ConfigError(f"a generator is given by type and params, got {', '.join(map(str, given)) or 'nothing'}")
+    make, params = GENERATOR_REGISTRY.get(given["type"]), dict(given.get("params") or {})
+    try:
+        inspect.signature(make).bind(**params)
+    except TypeError as error:
+        raise ConfigError(f"generator {given['type']!r}: {error}") from None
+    return make(**params)

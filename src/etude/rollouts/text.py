@@ -23,7 +23,7 @@ from etude.rng import STREAM_ROLLOUT, fold
 from etude.rollouts.conversation import Conversation, add_completion, begin, hear
 from etude.rollouts.measures import measure_rewards, timed
 from etude.rollouts.rewards import RewardFunction, Rewards
-from etude.rollouts.sources import make_reward, make_tasks
+from etude.rollouts.sources import make_generator, make_reward, make_tasks
 from etude.rollouts.tasks import Task
 from etude.signatures.nested import ComponentOf
 from etude.types import DataSpec, Rollouts
@@ -56,8 +56,8 @@ class TextRollouts:
         on_reward_error: What to do when the reward function fails: drop that rollout, or stop.
         conversation: Makes the partner of a conversation from a task; its turns give the reward.
         max_turns: Turns of a conversation at most.
-        generator: Draws the completions instead of the policy; has `generate` and returns the ids of its tokens (an
-            endpoint, say).
+        generator: Draws the completions instead of the policy; has `generate` and returns the ids of its tokens; its
+            registered name, or `{type: endpoint, params: {url: ...}}`.
         resample: Rounds in which groups whose rewards are all equal are replaced by groups of other prompts.
     """
 
@@ -79,7 +79,7 @@ class TextRollouts:
         on_reward_error: Literal["drop", "stop"] = "drop",
         conversation: Callable[[Task], Conversation] | None = None,
         max_turns: int = 4,
-        generator: Any = None,
+        generator: Annotated[Any, ComponentOf("generators")] = None,
         resample: int = 0,
     ) -> None:
         if prompts_per_step < 1 or group_size < 1 or max_turns < 1:
@@ -88,7 +88,8 @@ class TextRollouts:
             raise ConfigError("resample must not be negative, and needs a group_size of 2 or more to compare rewards")
         self.resample = resample
         self.tasks: Sequence[Task] = make_tasks(tasks)
-        self.conversation, self.max_turns, self.generator, self.chat = conversation, max_turns, generator, chat
+        self.conversation, self.max_turns, self.chat = conversation, max_turns, chat
+        self.generator = make_generator(generator)
         self.rewards = (
             None
             if conversation is not None and reward is None

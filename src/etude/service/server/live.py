@@ -1,4 +1,4 @@
-"""Completions for those who wait on the line: nothing is written down, requests for the same weights go side by side."""
+"""Completions for those who wait on the line: written down nowhere, and drawn side by side where the weights are one."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class LiveDrawing:
         except EtudeError as error:
             status = 404 if isinstance(error, CheckpointError) else 400
             self._tell(batch, Refusal(status, str(error)))
-        except Exception as error:  # noqa: BLE001 - told to the clients as their result
+        except Exception as error:  # told to the clients as their result
             log.exception("drawing for %s requests failed", len(batch))
             self._tell(batch, Refusal(500, f"the service failed: {type(error).__name__}: {one_line(error)}"))
         else:

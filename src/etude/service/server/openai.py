@@ -56,9 +56,7 @@ def openai_router() -> APIRouter:
         return next(listed, _model(name, time.time(), owner))
 
     @router.post("/completions")
-    async def completions(
-        body: Complete, request: Request, service: Served, owner: Owner, live: Drawn
-    ) -> Response:
+    async def completions(body: Complete, request: Request, service: Served, owner: Owner, live: Drawn) -> Response:
         def encode(base: str) -> list[list[int]]:
             policy = service.bases.get(base)
             return [policy.encode(one) if isinstance(one, str) else one for one in body.prompts]
@@ -68,9 +66,7 @@ def openai_router() -> APIRouter:
         return await answering.answer(request, live)
 
     @router.post("/chat/completions")
-    async def chat_completions(
-        body: Chat, request: Request, service: Served, owner: Owner, live: Drawn
-    ) -> Response:
+    async def chat_completions(body: Chat, request: Request, service: Served, owner: Owner, live: Drawn) -> Response:
         limit = body.max_tokens or body.max_completion_tokens
         ask = await run_in_threadpool(
             _ask, service, owner, body, lambda base: [_chat(service, base, body)], limit, body.top_logprobs or 0
@@ -85,7 +81,8 @@ def _models(service: Service, owner: str) -> list[dict[str, Any]]:
     found = [_model(name, 0.0, "etude") for name in service.bases.names]
     query = "SELECT * FROM checkpoints WHERE owner=? AND (expires IS NULL OR expires>?) ORDER BY created"
     rows = service.store.all(query, owner, time.time())
-    drawn = service.store.all("SELECT model, created FROM samplers WHERE owner=? AND ephemeral=1 AND file!='gone'", owner)
+    query = "SELECT model, created FROM samplers WHERE owner=? AND ephemeral=1 AND file!='gone'"
+    drawn = service.store.all(query, owner)
     runs = {row["model"]: row["created"] for row in sorted([*rows, *drawn], key=lambda row: row["created"])}
     found += [_model(name, created, owner) for name, created in runs.items()]
     found += [_model(path_of(row), row["created"], owner) for row in rows]
@@ -122,9 +119,8 @@ def _ask(
         if max(prompt) >= vocabulary:
             raise Refusal(400, f"a prompt has the token {max(prompt)}; the model knows 0 to {vocabulary - 1}")
         if len(prompt) + wanted > context:
-            raise Refusal(
-                400, f"a prompt has {len(prompt)} tokens, which with max_tokens={wanted} exceeds the context of {context}"
-            )
+            size = f"a prompt has {len(prompt)} tokens, which with max_tokens={wanted}"
+            raise Refusal(400, f"{size} exceeds the context of {context}")
     room = context - max(map(len, prompts))
     seed = secrets.randbits(62) if body.seed is None else body.seed
     return Ask(

@@ -10,7 +10,9 @@ from etude.service.server.bodies import MAX_TOKENS, Body, _Text, _Token
 
 MAX_PROMPTS: Final = 256
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-_Stops = Annotated[list[_Stop], Field(max_length=16), BeforeValidator(lambda one: [one] if isinstance(one, str) else one)]
+_Stops = Annotated[
+    list[_Stop], Field(max_length=16), BeforeValidator(lambda one: [one] if isinstance(one, str) else one)
+]
 
 
 def _one_reason(given: Any, read: Any) -> Any:
@@ -94,11 +96,11 @@ class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | list[TextPart]
     # An answer that is sent back has these, empty.
-    annotations: None | Annotated[list[Any], Field(max_length=0)] = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
     refusal: None = None
-    tool_calls: None | Annotated[list[Any], Field(max_length=0)] = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def as_template(self) -> dict[str, str]:
         """Return the message as chat templates read it."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from etude.config.build import build
+from etude.config.load import load
+from etude.errors import ConfigError
 from etude.policies.language import Sampling
 from etude.rng import STREAM_ROLLOUT, fold
+from etude.rollouts.text import TextRollouts
 from etude.service.server.bases import Bases
 from tests.served import KEY, Served, connected
 
@@ -61,7 +67,8 @@ def text_of(tokens: list[int]) -> str:
 
 
 def test_completions_are_the_models_own(client: Any) -> None:
-    found = client.completions.create(model="tiny", prompt="abc", max_tokens=12, seed=5, n=3, temperature=0.7, logprobs=2)
+    asked: dict[str, Any] = {"max_tokens": 12, "seed": 5, "n": 3, "temperature": 0.7, "logprobs": 2}
+    found = client.completions.create(model="tiny", prompt="abc", **asked)
     wanted = expected("abc", n=3, max_new_tokens=12, temperature=0.7)
     assert [one.text for one in found.choices] == [one.text for one in wanted]
     assert [one.token_ids for one in found.choices] == [one.tokens for one in wanted]
@@ -115,7 +122,8 @@ def test_a_stop_ends_and_is_cut_also_from_a_stream(client: Any) -> None:
 
 
 def test_a_stream_says_the_same_in_pieces(client: Any) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "prompt": ["one", "two"], "max_tokens": 10, "seed": 4, "n": 2, "logprobs": 1}
+    asked: dict[str, Any] = {"model": "tiny", "prompt": ["one", "two"], "max_tokens": 10, "seed": 4, "n": 2}
+    asked["logprobs"] = 1
     whole = client.completions.create(**asked)
     pieces = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert pieces[-1].usage == whole.usage
@@ -143,7 +151,8 @@ def test_requests_side_by_side_draw_what_they_draw_alone(client: Any) -> None:
 
 
 def test_chat_goes_through_the_template(client: Any) -> None:
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    parts = [{"type": "text", "text": "hi"}]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}]
     asked: dict[str, Any] = {"model": "talker", "messages": messages, "max_tokens": 9, "seed": 5}
     found = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
     [wanted] = expected("system: be brief\nuser: hi\nassistant: ", max_new_tokens=9)
@@ -195,11 +204,66 @@ def test_saved_weights_are_served_by_name_and_the_newest_of_a_run_is_found(serve
                 other.completions.create(model=name, prompt="t")
 
 
+# ---- rollouts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_trains_on_completions_of_the_service(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVICE_KEY", KEY)
+    talker = served.folder.parent / "talker"
+    (tmp_path / "c.yaml").write_text(f"""
+policy: {{type: language, params: {{path: {talker}}}}}
+data:
+  type: rollouts
+  params:
+    tasks: digits
+    prompts_per_step: 2
+    group_size: 4
+    max_new_tokens: 6
+    temperature: 0.8
+    generator:
+      type: endpoint
+      params: {{url: "{served.url}/v1", model: talker, api_key: "${{env:SERVICE_KEY}}"}}
+algorithm: {{type: grpo, params: {{temperature: 0.8}}}}
+training: {{training_steps: 1, batch_size: 8, lr: 3.0e-3, log_every: 1}}
+""")
+    trainer = build(load(tmp_path / "c.yaml"), run=tmp_path / "run")
+    before = {name: one.clone() for name, one in trainer.policy.state_dict().items()}
+    own = BASES.get("tiny")
+    trainer.fit()
+    rollouts = trainer.data.rollouts
+    assert len(rollouts) == 8
+    for one in rollouts:
+        # The server's tokens and log-probabilities are those of the policy that began to learn from them.
+        drawn = [token for token, sampled in zip(one.tokens, one.loss_mask, strict=True) if sampled]
+        assert own.decode(drawn) == one.text
+        told = [value for value, sampled in zip(one.logprobs, one.loss_mask, strict=True) if sampled]
+        with torch.inference_mode():
+            logits = own.logits({"input_ids": torch.tensor([one.tokens])})[0] / 0.8
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(one.tokens)[:, None])[:, 0]
+        assert told == pytest.approx(wanted[len(one.tokens) - len(drawn) :].tolist(), abs=1e-4)
+    assert any(not torch.equal(one, before[name]) for name, one in trainer.policy.state_dict().items())
+
+
+def test_a_generator_is_checked_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"generator.*url"):
+        TextRollouts("digits", generator={"type": "endpoint"})
+    with pytest.raises(ConfigError, match="type and params"):
+        TextRollouts("digits", generator={"url": "http://127.0.0.1"})
+    (tmp_path / "c.yaml").write_text(
+        "policy: {type: language, params: {tiny: true}}\nalgorithm: grpo\n"
+        "data: {type: rollouts, params: {tasks: digits, generator: {type: endpoint, params: {urll: a}}}}\n"
+    )
+    with pytest.raises(ConfigError, match="urll"):
+        load(tmp_path / "c.yaml")
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    "given, said",
     [
         ({"prompt": "a", "echo": True}, "does not offer echo"),
         ({"prompt": "a", "frequency_penalty": 0.5}, "does not offer frequency_penalty"),
@@ -227,12 +291,12 @@ def test_what_cannot_be_drawn_is_a_sentence(client: Any, given: dict[str, Any], 
 def test_other_refusals_have_the_shape_too(served: Served, client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="'tiny' has no chat template"):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
-    with pytest.raises(openai.BadRequestError, match="refuses this conversation.*no tools here"):
+    with pytest.raises(openai.BadRequestError, match=r"refuses this conversation.*no tools here"):
         client.chat.completions.create(model="talker", messages=[{"role": "tool", "content": "a"}])
     with pytest.raises(openai.BadRequestError, match="top_logprobs needs logprobs"):
         client.chat.completions.create(model="talker", messages=[{"role": "user", "content": "a"}], top_logprobs=2)
     for name in ("nobody", "tinker://nobody/weights/a", "tinker://../../x"):
-        with pytest.raises(openai.NotFoundError, match="there is no|is no checkpoint"):
+        with pytest.raises(openai.NotFoundError, match=r"there is no|is no checkpoint"):
             client.completions.create(model=name, prompt="a")
     with pytest.raises(openai.NotFoundError, match="does not offer POST /v1/embeddings"):
         client.embeddings.create(model="tiny", input="a")
@@ -250,5 +314,3 @@ def test_a_client_that_leaves_is_not_drawn_for(client: Any) -> None:
     with client.completions.create(model="tiny", prompt="a", max_tokens=500, seed=1, stream=True) as stream:
         next(iter(stream))
     assert client.completions.create(model="tiny", prompt="a", max_tokens=1).usage.completion_tokens == 1
-
-
