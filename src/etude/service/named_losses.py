@@ -41,7 +41,7 @@ def config_of(loss_fn: str, given: Mapping[str, float | str]) -> dict[str, float
 
 
 def require_inputs(loss_fn: str, inputs: Mapping[str, Tensor], where: str) -> None:
-    """Refuse a datum that lacks what its loss needs, has what it does not take, or in another shape than its targets."""
+    """Refuse a datum that lacks what its loss needs, has what it does not take, or has it in another shape."""
     needed = () if loss_fn == "cross_entropy" else _POLICY_INPUTS
     extra = ("weights",) if loss_fn == "cross_entropy" else ("sequence_ratio_mask",) if loss_fn == "gspo" else ()
     known = ("target_tokens", "mask", *needed, *extra)

@@ -298,4 +298,3 @@ def submit_sample(service: Service, owner: str, body: bodies.Sample) -> str:
     drawn = {**asked, "seed": secrets.randbits(62) if params.seed is None else params.seed}
     same = canonical_json(asked)
     return service.submit(owner, sampler["id"], body.seq_id, "sample", canonical_json(drawn), same=same)
-

@@ -104,17 +104,13 @@ def _add_checkpoint_calls(router: APIRouter) -> None:
         return {}
 
     @router.put(place + "/ttl")
-    def set_ttl(
-        model: str, kind: str, name: str, body: bodies.Ttl, service: Served, owner: Owner
-    ) -> dict[str, Any]:
+    def set_ttl(model: str, kind: str, name: str, body: bodies.Ttl, service: Served, owner: Owner) -> dict[str, Any]:
         expires = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
         _change(service, _own(service, model, kind, name, owner), "expires", expires)
         return {}
 
     @router.get(place + "/archive")
-    def archive_url(
-        request: Request, model: str, kind: str, name: str, service: Served, owner: Owner
-    ) -> Response:
+    def archive_url(request: Request, model: str, kind: str, name: str, service: Served, owner: Owner) -> Response:
         find_checkpoint(service.store, f"{SCHEME}{model}/{kind}/{name}", owner)
         until = datetime.fromtimestamp(time.time() + 3600, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
         return RedirectResponse(f"{request.url}.tar", 302, headers={"Expires": until})

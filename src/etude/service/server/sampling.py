@@ -48,7 +48,9 @@ class SamplingWorker:
 
     def start(self) -> None:
         """Begin, with what was left undrawn."""
-        for row in self._service.store.all("SELECT DISTINCT target FROM requests WHERE state='pending' AND kind='sample'"):
+        for row in self._service.store.all(
+            "SELECT DISTINCT target FROM requests WHERE state='pending' AND kind='sample'"
+        ):
             self.notice(row["target"])
         self._thread.start()
 
@@ -79,7 +81,7 @@ class SamplingWorker:
                 serve = sampler if callable(sampler) else partial(self._serve, sampler)
                 if serve():
                     self.notice(sampler)
-            except Exception:  # noqa: BLE001 - one session's fault must not stop the others
+            except Exception:
                 log.exception("sampling for %s failed", sampler)
                 time.sleep(1.0)
                 self.notice(sampler)
@@ -103,7 +105,7 @@ class SamplingWorker:
             results = self._draw(policy, given)
         except EtudeError as found:
             error = str(found)
-        except Exception as found:  # noqa: BLE001 - told to the client as its result
+        except Exception as found:
             log.exception("sampling for %s failed", name)
             error, category = f"the service failed: {type(found).__name__}: {one_line(found)}", "server"
         self._finish(rows, results, error, category)

@@ -234,7 +234,7 @@ class Service:
         with self._waiting_lock:
             events = [event for name in names for event in self._waiting.pop(name, [])]
         if events and self.loop is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(lambda: [event.set() for event in events])
+            self.loop.call_soon_threadsafe(_set_all, events)
 
     async def wait(self, name: str, limit_s: float) -> None:
         """Wait until something is told of a name, or for so long."""
@@ -283,6 +283,11 @@ class Service:
     def adapter_of(self, row: Mapping[str, Any] | sqlite3.Row) -> Adapter | None:
         """Return what a model, a checkpoint or a sampler trains; None is a base model."""
         return None if row["adapter"] is None else Adapter(**json.loads(row["adapter"]))
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 def require_models(names: list[str]) -> list[str]:

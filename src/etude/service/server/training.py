@@ -74,7 +74,7 @@ class TrainingWorker:
             try:
                 if self._serve(model):
                     self.notice(model)
-            except Exception:  # noqa: BLE001 - one model's fault must not stop the others
+            except Exception:
                 log.exception("training of %s failed", model)
                 self._resident.pop(model, None)  # what it did is written nowhere: it is restored as it was
                 time.sleep(1.0)
@@ -125,7 +125,7 @@ class TrainingWorker:
             result = self._answer(model, trained, request, effects)
         except EtudeError as found:
             error = str(found)
-        except Exception as found:  # noqa: BLE001 - told to the client as its result
+        except Exception as found:
             log.exception("%s of %s failed", kind, model["id"])
             error, category = f"the service failed: {type(found).__name__}: {one_line(found)}", "server"
         if error is not None:
