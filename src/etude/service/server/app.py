@@ -27,6 +27,7 @@ from etude.service.server.metrics import render_metrics
 from etude.service.server.openai import openai_router
 from etude.service.server.runs import runs_router
 from etude.service.server.service import Refusal, Service
+from etude.service.server.status import Rates, status_router
 from etude.service.server.who import Owner, Served
 
 PROTOBUF = "application/x-protobuf"
@@ -54,6 +55,8 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
     for router in (_session_router(), _training_router(), _sampling_router(), futures_router(), runs_router()):
         app.include_router(router, prefix="/api/v1")
     app.include_router(openai_router(), prefix="/v1")
+    app.state.rates = Rates(service.counts)
+    app.include_router(status_router())
     return app
 
 
