@@ -161,8 +161,7 @@ class Generator:
                     row.logprobs.append(logprob)
                     self._notice_end(row, token in end_tokens, sampling, shows_special)
                     if listener is not None:
-                        goes_on = listener.hear(*row.place, token, logprob, [] if told is None else told[at])
-                        row.finish = row.finish or (None if goes_on else "length")
+                        _tell(listener, row, [] if told is None else told[at])
             unfinished = [at for at, number in enumerate(active) if rows[number].finish is None]
             if not unfinished:
                 break
@@ -226,6 +225,13 @@ class Generator:
     def _decode(self, tokens: list[int], with_special: bool = False) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=not with_special)
         return text
+
+
+def _tell(listener: Listener, row: _Row, top: list[tuple[int, float]]) -> None:
+    """Tell of a row's last token; one that is not wanted any longer ends here."""
+    goes_on = listener.hear(*row.place, row.tokens[-1], row.logprobs[-1], top)
+    if not goes_on and row.finish is None:
+        row.finish = "length"
 
 
 def likeliest_of(logits_BV: Tensor, scale: float, most: int) -> list[list[tuple[int, float]]]:

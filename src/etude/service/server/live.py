@@ -1,4 +1,4 @@
-"""Completions for those who wait on the line: written down nowhere, and drawn side by side where the weights are one."""
+"""Completions for those who wait on the line: written down nowhere, drawn side by side where the weights are one."""
 
 from __future__ import annotations
 
@@ -77,12 +77,14 @@ class Ask:
     top_k: int
     stops: tuple[str, ...]
     seed: int
+    ends: bool = True
+    """Whether the model's own end tokens end a completion."""
     top: int = 0
     """How many of the likeliest tokens to tell of."""
 
     def goes_with(self, other: Ask) -> bool:
         """Tell whether two can be drawn side by side."""
-        alike = ("weights", "n", "temperature", "top_p", "top_k", "stops")
+        alike = ("weights", "n", "temperature", "top_p", "top_k", "stops", "ends")
         return all(getattr(self, name) == getattr(other, name) for name in alike)
 
     @property
@@ -194,8 +196,9 @@ class LiveDrawing:
         first = batch[0].ask
         policy = self._service.sampling.policy(vars(first.weights))
         sampling = Sampling(
-            max(live.ask.max_tokens for live in batch), first.temperature, first.top_p, first.top_k, first.stops
-        )
+            max(live.ask.max_tokens for live in batch), first.temperature, first.top_p, first.top_k, first.stops,
+            ends=first.ends,
+        )  # fmt: skip
         prompts = [prompt for live in batch for prompt in live.ask.prompts]
         # The first prompt of a request draws as a sampling session does with the same seed.
         keys = [

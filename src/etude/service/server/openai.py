@@ -125,7 +125,7 @@ def _ask(
     seed = secrets.randbits(62) if body.seed is None else body.seed
     return Ask(
         weights, prompts, body.n, limit or min(CHAT_TOKENS, room), body.temperature, body.top_p, max(0, body.top_k),
-        tuple(body.stop), seed, top,
+        tuple(body.stop), seed, not body.ignore_eos, top,
     )  # fmt: skip
 
 
@@ -194,7 +194,8 @@ class _Answering:
         try:
             while not (live.done.done() and pieces.empty()):
                 getting = asyncio.ensure_future(pieces.get())
-                await asyncio.wait([getting, live.done], return_when=asyncio.FIRST_COMPLETED)
+                either: list[asyncio.Future[Any]] = [getting, live.done]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not getting.done():
                     getting.cancel()
                     continue

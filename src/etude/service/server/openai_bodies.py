@@ -51,6 +51,7 @@ class Drawing(Body):
     top_k: int = Field(0, ge=-1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: _Stops = []
+    ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = True
@@ -79,8 +80,8 @@ class Complete(Drawing):
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or more."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
 
 class TextPart(Body):

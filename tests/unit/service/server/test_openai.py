@@ -100,7 +100,7 @@ def test_prompts_are_texts_or_tokens_one_or_many(client: Any) -> None:
 
 def test_a_seed_repeats_and_its_absence_does_not(client: Any) -> None:
     def draw(**options: Any) -> str:
-        return client.completions.create(model="tiny", prompt="q", max_tokens=24, **options).choices[0].text
+        return str(client.completions.create(model="tiny", prompt="q", max_tokens=24, **options).choices[0].text)
 
     assert draw(seed=1) == draw(seed=1) != draw(seed=2)
     assert draw() != draw()
@@ -119,6 +119,14 @@ def test_a_stop_ends_and_is_cut_also_from_a_stream(client: Any) -> None:
     pieces = list(client.completions.create(**asked, stream=True))
     assert "".join(piece.choices[0].text for piece in pieces) == cut.text
     assert pieces[-1].choices[0].finish_reason == "stop"
+
+
+def test_the_end_token_can_be_ignored(client: Any) -> None:
+    seed = next(seed for seed in range(999) if expected("e", seed, max_new_tokens=8)[0].tokens[-1] == 0)
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "e", "max_tokens": 8, "seed": seed}
+    assert client.completions.create(**asked).choices[0].token_ids[-1] == 0
+    found = client.completions.create(**asked, extra_body={"ignore_eos": True})
+    assert (found.usage.completion_tokens, found.choices[0].finish_reason) == (8, "length")
 
 
 def test_a_stream_says_the_same_in_pieces(client: Any) -> None:
@@ -178,7 +186,7 @@ def test_saved_weights_are_served_by_name_and_the_newest_of_a_run_is_found(serve
     datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": ids[1:]})
 
     def recited(model: str) -> str:
-        return client.completions.create(model=model, prompt="t", max_tokens=10, temperature=0).choices[0].text
+        return str(client.completions.create(model=model, prompt="t", max_tokens=10, temperature=0).choices[0].text)
 
     with connected(served) as trainer:
         trained = trainer.create_lora_training_client("tiny", rank=32, seed=3)
@@ -232,6 +240,7 @@ training: {{training_steps: 1, batch_size: 8, lr: 3.0e-3, log_every: 1}}
     before = {name: one.clone() for name, one in trainer.policy.state_dict().items()}
     own = BASES.get("tiny")
     trainer.fit()
+    assert isinstance(trainer.data, TextRollouts)
     rollouts = trainer.data.rollouts
     assert len(rollouts) == 8
     for one in rollouts:
