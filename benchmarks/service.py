@@ -29,7 +29,8 @@ TOKENS = {"tiny": 128, "smollm2": 32}
 def serving(model: str) -> Iterator[str]:
     """Context with the url of a service of one model."""
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as log:
-        command = [sys.executable, "-m", "etude", "serve", "--folder", f"{folder}/state", "--port", "0", "--model", model]
+        options = ["--folder", f"{folder}/state", "--port", "0", "--model", model]
+        command = [sys.executable, "-m", "etude", "serve", *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
             assert process.stdout is not None

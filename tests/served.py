@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.runs.durable import process_alive
+from tests.faulty import FaultyLine
 from tests.processes import free_port
 
 KEY = "tml-a-key-for-tests"
@@ -141,7 +142,7 @@ class Served:
 
 
 @contextmanager
-def connected(served: Served, key: str = KEY) -> Iterator[Any]:
+def connected(served: Served | FaultyLine, key: str = KEY) -> Iterator[Any]:
     """Context with the official client of a service; what it leaves open at its end is closed without complaint."""
     import tinker
 

@@ -10,11 +10,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 
 from etude.errors import EtudeError
 from etude.service.server import bodies
@@ -50,9 +49,19 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
     app.state.service, app.state.keys, app.state.live = service, keys, LiveDrawing(service)
     app.add_exception_handler(EtudeError, _say_refusal)
     app.add_exception_handler(HTTPException, _say_http)
+    for status in (404, 405):
+        app.add_exception_handler(status, _say_missing)
     app.add_exception_handler(RequestValidationError, _say_invalid)
     app.include_router(_open_router())
-    for router in (_session_router(), _training_router(), _sampling_router(), futures_router(), runs_router()):
+    routers = (
+        _session_router(),
+        _training_router(),
+        _saving_router(),
+        _sampling_router(),
+        futures_router(),
+        runs_router(),
+    )
+    for router in routers:
         app.include_router(router, prefix="/api/v1")
     app.include_router(openai_router(), prefix="/v1")
     app.state.rates = Rates(service.counts)
@@ -79,11 +88,13 @@ async def _say_refusal(request: Request, error: Exception) -> Response:
     return _say(request, getattr(error, "status", 400), str(error))
 
 
+async def _say_missing(request: Request, error: Any) -> Response:
+    detail = f"this service does not offer {request.method} {request.url.path[:200]}"
+    return _say(request, error.status_code, detail)
+
+
 async def _say_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code in (404, 405):
-        detail = f"this service does not offer {request.method} {request.url.path[:200]}"
-        return _say(request, error.status_code, detail)
     return _say(request, error.status_code, str(error.detail))
 
 
@@ -195,6 +206,12 @@ def _training_router() -> APIRouter:
     def optim_step(body: bodies.OptimStep, service: Served, owner: Owner) -> dict[str, Any]:
         payload = canonical_json(body.adam_params.model_dump())
         return _submit(service, owner, body, "optim_step", payload)
+
+    return router
+
+
+def _saving_router() -> APIRouter:
+    router = APIRouter()
 
     @router.post("/save_weights")
     def save_weights(body: bodies.SaveWeights, service: Served, owner: Owner) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from etude.service.server.sampling import MAX_ROWS
 from etude.service.server.service import Refusal, Service
 
 log = logging.getLogger("etude.service")
+LIVE: Final = "live"
 NEWEST: Final = "newest"
 GATHER_S: Final = 0.004
 """A request waits so long for others to go with it, and again as long as others come."""
@@ -125,6 +126,7 @@ class LiveDrawing:
         self._service = service
         self._waiting: deque[Live] = deque()
         self._lock = threading.Lock()
+        service.sampling.others[LIVE] = self._serve
 
     @property
     def waiting(self) -> int:
@@ -138,7 +140,7 @@ class LiveDrawing:
             if len(self._waiting) >= self._service.limits.queue:
                 raise Refusal(429, f"{len(self._waiting)} requests are waiting, which is the most; try again later")
             self._waiting.append(live)
-        self._service.sampling.notice(self._serve)
+        self._service.sampling.notice(LIVE)
         return live
 
     def _serve(self) -> bool:

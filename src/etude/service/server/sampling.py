@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import sqlite3
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -22,74 +18,41 @@ from etude.policies.language.targets import target_log_probs
 from etude.rng import STREAM_ROLLOUT, fold
 from etude.service.server.codec import Drawn, sample_bytes
 from etude.service.server.trained import load_weights
+from etude.service.server.worker import Worker, log
 
 if TYPE_CHECKING:
     from etude.service.server.service import Service
 
-log = logging.getLogger("etude.service")
 NOTHING: Final = -99999.0
 """The log-probability that stands where there is none among the likeliest."""
 MAX_ROWS: Final = 64
+GATHER_S: Final = 0.03
+"""How long the first of several requests waits for the others: alone it would make them wait for all of its own."""
 _TOGETHER: Final = ("n", "max_tokens", "temperature", "top_k", "top_p", "stop_texts", "stop_tokens", "ends")
 """What requests must have in common to be drawn side by side."""
 
 
-class SamplingWorker:
+class SamplingWorker(Worker):
     """Draws what sampling sessions ask for, each from its own weights."""
 
+    name = "sampling"
+    waiting = "kind='sample'"
+
     def __init__(self, service: Service) -> None:
-        self._service = service
-        self._change = threading.Condition()
-        self._due: deque[str | Callable[[], bool]] = deque()
-        self._is_stopping = False
+        super().__init__(service)
         self._policies: dict[Any, tuple[Any, str | None]] = {}
         """A policy for each form of weights, and the file whose weights it has."""
-        self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
+        self.others: dict[str, Callable[[], bool]] = {}
+        """What else this thread does, by the names that it is noticed by."""
 
-    def start(self) -> None:
-        """Begin, with what was left undrawn."""
-        for row in self._service.store.all(
-            "SELECT DISTINCT target FROM requests WHERE state='pending' AND kind='sample'"
-        ):
-            self.notice(row["target"])
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End after what is being drawn."""
-        with self._change:
-            self._is_stopping = True
-            self._change.notify()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def notice(self, sampler: str | Callable[[], bool]) -> None:
-        """Look at a sampling session soon; or call something, again and again while it says that there is more."""
-        with self._change:
-            if sampler not in self._due:
-                self._due.append(sampler)
-            self._change.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._change:
-                while not self._due and not self._is_stopping:
-                    self._change.wait()
-                if self._is_stopping:
-                    return
-                sampler = self._due.popleft()
-            try:
-                serve = sampler if callable(sampler) else partial(self._serve, sampler)
-                if serve():
-                    self.notice(sampler)
-            except Exception:
-                log.exception("sampling for %s failed", sampler)
-                time.sleep(1.0)
-                self.notice(sampler)
-
-    def _serve(self, name: str) -> bool:
+    def _serve(self, target: str) -> bool:
         """Draw for the oldest request of a session and those that go with it; tell whether there was one."""
-        store, started_s = self._service.store, time.perf_counter()
+        if target in self.others:
+            return self.others[target]()
+        store, name, started_s = self._service.store, target, time.perf_counter()
         query = "SELECT * FROM requests WHERE target=? AND kind='sample' AND state='pending' ORDER BY number LIMIT ?"
+        if store.find(query, name, 1) is not None:
+            time.sleep(GATHER_S)
         waiting = store.all(query, name, MAX_ROWS)
         if not waiting:
             return False
@@ -105,7 +68,7 @@ class SamplingWorker:
             results = self._draw(policy, given)
         except EtudeError as found:
             error = str(found)
-        except Exception as found:
+        except Exception as found:  # noqa: BLE001 - told to the client as its result
             log.exception("sampling for %s failed", name)
             error, category = f"the service failed: {type(found).__name__}: {one_line(found)}", "server"
         self._finish(rows, results, error, category)

@@ -15,6 +15,7 @@ import pytest
 from etude.service.server.codec import message_of_json
 from etude.service.server.messages import message_class
 from etude.service.server.store import Store
+from tests.faulty import FAULTS, FaultyLine
 from tests.served import Preloaded, Served, connected
 
 tinker = pytest.importorskip("tinker")
@@ -76,11 +77,12 @@ def _kill_and_restart(served: Served) -> None:
     served.start()
 
 
-def _compare(tmp_path: Path, preloaded: Preloaded, steps: int, kills: list[int]) -> None:
+def _compare(tmp_path: Path, preloaded: Preloaded, steps: int, kills: list[int], share: float = 0.0) -> None:
+    """Train through a good line and a bad one, to a service that is killed at some steps; compare every bit."""
     calm, rough = (
         Served(tmp_path / name, "--snapshot-steps", "7", preloaded=preloaded).start() for name in ("calm", "rough")
     )
-    generator = random.Random(1)
+    generator, line = random.Random(1), FaultyLine(rough.url, share=share, seed=2)
     killers: list[threading.Thread] = []
 
     def disturb(number: int) -> None:
@@ -96,13 +98,15 @@ def _compare(tmp_path: Path, preloaded: Preloaded, steps: int, kills: list[int])
     try:
         with connected(calm) as client:
             expected, told = _train(client, steps)
-        with connected(rough) as client:
+        with connected(line) as client:
             path, heard = _train(client, steps, disturb)
         for killer in killers:
             killer.join()
     finally:
+        line.close()
         calm.stop()
         rough.stop()
+    assert not share or set(line.seen) == {"", *FAULTS}
     assert heard == told
     assert _hash(tmp_path / "rough", path) == _hash(tmp_path / "calm", expected)
 
@@ -112,10 +116,17 @@ def test_sixty_steps_with_three_kills_end_in_the_same_bits(tmp_path: Path, prelo
     _compare(tmp_path, preloaded, 60, [13, 30, 47])
 
 
+@pytest.mark.timeout(300)
+def test_a_bad_line_changes_no_bit(tmp_path: Path, preloaded: Preloaded) -> None:
+    _compare(tmp_path, preloaded, 10, [], share=0.4)
+
+
 @pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_a_thousand_steps_with_twenty_kills_end_in_the_same_bits(tmp_path: Path, preloaded: Preloaded) -> None:
-    _compare(tmp_path, preloaded, 1000, list(range(25, 1000, 49)))
+@pytest.mark.timeout(5400)
+def test_a_thousand_steps_over_a_bad_line_with_twenty_kills_end_in_the_same_bits(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
+    _compare(tmp_path, preloaded, 1000, list(range(25, 1000, 49)), share=0.2)
 
 
 def _body(model: str, seq: int, *, weight: float = 1.0) -> bytes:
