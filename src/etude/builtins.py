@@ -88,6 +88,9 @@ BUILTINS: Final[dict[str, dict[str, str]]] = {
         "contains_answer": "rollouts.rewards:contains_answer",
         "exact_match": "rollouts.rewards:exact_match",
     },
+    "generators": {
+        "endpoint": "rollouts.endpoint:CompletionEndpoint",
+    },
     "trainers": {
         "cfg_vqvae_flow_matching_trainer": "algorithms.components.guided:GuidedCodeFlow",
         "mutual_information_estimator_trainer": "algorithms.components.information:MutualInformation",

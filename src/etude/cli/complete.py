@@ -23,6 +23,7 @@ KINDS = (
     "tasks",
     "rewards",
     "agents",
+    "generators",
 )
 
 

@@ -59,7 +59,7 @@ class _Endpoint:
             backoff_s: Wait before the first repetition; doubled for each further one, and never less than the server
                 asks for.
             concurrency: Requests at a time.
-            extra: More fields for every request.
+            extra: More fields for every request; `{return_token_ids: true}` asks vLLM for the tokens.
         """
         if urlsplit(url).scheme not in ("http", "https"):
             raise ConfigError(f"an endpoint's url starts with http:// or https://, got {url!r}")
@@ -135,6 +135,9 @@ class _Endpoint:
         try:
             choice = answer["choices"][0]
             tokens, logprobs = read_logprobs(choice.get("logprobs"))
+            tokens = [int(token) for token in choice.get("token_ids") or tokens]
+            if tokens and logprobs and len(tokens) != len(logprobs):
+                raise ValueError(f"{len(tokens)} tokens, but {len(logprobs)} log-probabilities")
             reason = "length" if choice.get("finish_reason") == "length" else "stop"
             return Completion(tokens, logprobs, self.text_of(choice), reason)  # type: ignore[arg-type]
         except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -170,7 +173,7 @@ class _Endpoint:
 
 
 class CompletionEndpoint(_Endpoint):
-    """Continue texts or tokens with `/completions`."""
+    """A server that speaks the OpenAI protocol: texts or tokens go to its `/completions`."""
 
     path = "/completions"
 

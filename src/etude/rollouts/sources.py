@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from etude.errors import ConfigError, DataError
-from etude.registry import REWARD_REGISTRY, TASK_REGISTRY, load_object, names_object
+from etude.registry import GENERATOR_REGISTRY, REWARD_REGISTRY, TASK_REGISTRY, load_object, names_object
 from etude.rollouts.pool import TrajectoryPool
 from etude.rollouts.reward_shapes import as_reward
 from etude.rollouts.rewards import RewardFunction
@@ -99,3 +99,18 @@ def keep_short(tasks: Sequence[Task], encode: Callable[[Task], Sequence[int]], s
     if says and len(kept) < len(tasks):
         log.info("%d of %d prompts have more than %d tokens and are left out", len(tasks) - len(kept), len(tasks), most)
     return Prompts(kept)
+
+
+def make_generator(given: Any) -> Any:
+    """Return what draws completions from its name or `{type: name, params: {...}}`; what is neither is one itself."""
+    given = {"type": given} if isinstance(given, str) else given
+    if not isinstance(given, Mapping):
+        return given
+    if "type" not in given or set(given) - {"type", "params"}:
+        raise ConfigError(f"a generator is given by type and params, got {', '.join(map(str, given)) or 'nothing'}")
+    make, params = GENERATOR_REGISTRY.get(given["type"]), dict(given.get("params") or {})
+    try:
+        inspect.signature(make).bind(**params)
+    except TypeError as error:
+        raise ConfigError(f"generator {given['type']!r}: {error}") from None
+    return make(**params)

@@ -25,7 +25,7 @@ from etude.rollouts.measures import measure_rewards
 from etude.rollouts.pool import TrajectoryPool
 from etude.rollouts.replacing import compare_with_greedy, replace_equal_groups
 from etude.rollouts.rewards import Rewards
-from etude.rollouts.sources import keep_short, make_pool, make_reward, make_tasks
+from etude.rollouts.sources import keep_short, make_generator, make_pool, make_reward, make_tasks
 from etude.rollouts.tasks import Task
 from etude.signatures.nested import ComponentOf, ParametersOf
 from etude.types import DataSpec, Rollouts
@@ -64,8 +64,8 @@ class TextRollouts(Drawing):
         on_reward_error: What to do when the reward function fails: what `on_error` says (drop), or stop.
         conversation: Makes the partner of a conversation from a task; its turns give the reward.
         max_turns: Turns of a conversation at most, and completions that one agent may ask for.
-        generator: Draws the completions instead of the policy; has `generate` and returns the ids of its tokens (an
-            endpoint, say).
+        generator: Draws the completions instead of the policy; has `generate` and returns the ids of its tokens; its
+            registered name, or `{type: endpoint, params: {url: ...}}`.
         resample: Rounds in which groups whose rewards are all equal are replaced by groups of other prompts.
         agent: Works on each task instead of one completion: a class with `run(task, llm)` or such a function, its
             registered name, `file.py:Name`, or `{type: name, params: {...}}`.
@@ -95,7 +95,7 @@ class TextRollouts(Drawing):
         on_reward_error: Literal["drop", "stop"] = "drop",
         conversation: Callable[[Task], Conversation] | None = None,
         max_turns: int = 4,
-        generator: Any = None,
+        generator: Annotated[Any, ComponentOf("generators")] = None,
         resample: int = 0,
         agent: Annotated[Any, ComponentOf("agents")] = None,
         agent_timeout_s: float | None = 60.0,
@@ -118,7 +118,8 @@ class TextRollouts(Drawing):
         self.resample = resample
         self._ahead = Ahead(self) if ahead else None
         self.tasks = make_tasks(tasks)
-        self.conversation, self.max_turns, self.generator, self.chat = conversation, max_turns, generator, chat
+        self.conversation, self.max_turns, self.chat = conversation, max_turns, chat
+        self.generator = make_generator(generator)
         self.given_agent, self.agent_timeout_s = agent, agent_timeout_s
         self.agent = None if agent is None else make_agent(agent)
         self.on_error, self.retries = on_error, retries

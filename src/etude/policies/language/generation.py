@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -52,6 +52,17 @@ class _Row:
     """What was said before a stop text, once one has come."""
 
 
+class TokenListener(Protocol):
+    """Hears of every token as soon as it is drawn."""
+
+    top: int
+    """How many of the likeliest tokens to tell of at each place."""
+
+    def hear(self, prompt: int, index: int, token: int, logprob: float, top: list[tuple[int, float]]) -> bool:
+        """Take a token of completion `index` of a prompt; return whether it is to go on."""
+        ...
+
+
 class Generator:
     """Completes prompts with a decoder; knows tokens, and text only to find stops and to report."""
 
@@ -73,7 +84,13 @@ class Generator:
 
     @torch.inference_mode()
     def run(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, keys: Sequence[int], stats: GenerationStats
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        keys: Sequence[int],
+        stats: GenerationStats,
+        listener: TokenListener | None = None,
     ) -> list[list[Completion]]:
         """Return `n` completions of every prompt, in order."""
         self._refuse(prompts, sampling, n, keys)
@@ -82,7 +99,7 @@ class Generator:
         for start in range(0, len(places), self._max_rows):
             part = places[start : start + self._max_rows]
             for (prompt, _), completion in zip(
-                part, self._run_batch(part, prompts, sampling, keys, stats), strict=True
+                part, self._run_batch(part, prompts, sampling, keys, stats, listener), strict=True
             ):
                 found[prompt].append(completion)
         stats.new_tokens += sum(len(one.tokens) for group in found for one in group)
@@ -109,6 +126,7 @@ class Generator:
         sampling: Sampling,
         keys: Sequence[int],
         stats: GenerationStats,
+        listener: TokenListener | None,
     ) -> list[Completion]:
         distinct: dict[tuple[int, ...], int] = {}
         rows = [_Row(place, distinct.setdefault(tuple(prompts[place[0]]), len(distinct))) for place in places]
@@ -126,8 +144,10 @@ class Generator:
         shows_special = bool(sampling.stop) and self._name_special_tokens(sampling.stop)
         end_tokens = {*(self._end_tokens if sampling.ends else ()), *sampling.stop_tokens}
         for step in range(sampling.max_new_tokens):
+            told = likeliest_of(logits, sampling.scale, listener.top) if listener is not None and listener.top else None
             tokens_B, logprobs_B = choose(logits, None if draws is None else draws[active, step], sampling)
-            for number, token, logprob in zip(active, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+            drawn = zip(active, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
+            for at, (number, token, logprob) in enumerate(drawn):
                 row = rows[number]
                 if row.finish is None:
                     if logprob != logprob:
@@ -135,6 +155,8 @@ class Generator:
                     row.tokens.append(token)
                     row.logprobs.append(logprob)
                     self._notice_end(row, token in end_tokens, sampling, shows_special)
+                    if listener is not None:
+                        _tell(listener, row, [] if told is None else told[at])
             unfinished = [at for at, number in enumerate(active) if rows[number].finish is None]
             if not unfinished:
                 break
@@ -197,6 +219,20 @@ class Generator:
     def _decode(self, tokens: list[int], with_special: bool = False) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=not with_special)
         return text
+
+
+def _tell(listener: TokenListener, row: _Row, top: list[tuple[int, float]]) -> None:
+    """Tell of a row's last token; one that is not wanted any longer ends here."""
+    goes_on = listener.hear(*row.place, row.tokens[-1], row.logprobs[-1], top)
+    if not goes_on and row.finish is None:
+        row.finish = "length"
+
+
+def likeliest_of(logits_BV: Tensor, scale: float, most: int) -> list[list[tuple[int, float]]]:
+    """Return, per row, the likeliest tokens and their log-probabilities under softmax(logits / scale)."""
+    log_probs = (logits_BV.to(wide(logits_BV.dtype)) / scale).log_softmax(-1)
+    values, tokens = log_probs.topk(min(most, logits_BV.shape[-1]), -1)
+    return [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
 
 
 def choose(logits_BV: Tensor, draws_B: np.ndarray | None, sampling: Sampling) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from etude.low_precision import require_low_precision_of
 from etude.policies.base import evaluating
 from etude.policies.language import layers, llama
 from etude.policies.language.decoder import CachedDecoder, Decoder
-from etude.policies.language.generation import GenerationStats, Generator
+from etude.policies.language.generation import GenerationStats, Generator, TokenListener
 from etude.policies.language.head import (
     LogProbs,
     as_written,
@@ -398,6 +398,7 @@ class LanguageModel(nn.Module):
         *,
         n: int = 1,
         keys: Sequence[int] | None = None,
+        listener: TokenListener | None = None,
     ) -> list[list[Completion]]:
         """Return `n` completions of every prompt, with the log-probability of each sampled token.
 
@@ -406,8 +407,8 @@ class LanguageModel(nn.Module):
             sampling: How to draw.
             n: Completions per prompt; the prompt is computed once for all of them.
             keys: One number per prompt that names its random stream; None counts from 0.
+            listener: Hears of every token when it is drawn.
         """
-        sampling = sampling or Sampling()
         tokens = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         if not tokens:
             return []
@@ -421,8 +422,9 @@ class LanguageModel(nn.Module):
             max_rows=self.max_rows,
         )
         self.stats = GenerationStats()
+        keys = range(len(tokens)) if keys is None else keys
         with evaluating(self.model):
-            return generator.run(tokens, sampling, n, range(len(tokens)) if keys is None else keys, self.stats)
+            return generator.run(tokens, sampling or Sampling(), n, keys, self.stats, listener)
 
     def _decoder(self) -> Decoder:
         causal = self.causal

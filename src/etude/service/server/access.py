@@ -69,6 +69,15 @@ def _hashed(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def error_body(path: str, status: int, why: str) -> dict[str, Any]:
+    """Return what is said about an error, in the shape that the clients of a path read."""
+    if not path.startswith("/v1/"):
+        return {"detail": why}
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": why, "type": kind, "param": None, "code": None}}
+
+
 class BodyLimit:
     """ASGI middleware that takes in a body before anything else sees it, and refuses one that is too large or slow."""
 
@@ -83,18 +92,18 @@ class BodyLimit:
         headers = dict(scope["headers"])
         said = headers.get(b"content-length", b"0")
         if not said.isdigit() or int(said) > self._most:
-            await _refuse(send, 413, f"the body is too large: {self._most} bytes are the most")
+            await _refuse(scope, send, 413, f"the body is too large: {self._most} bytes are the most")
             return
         if headers.get(b"content-encoding", b"identity") != b"identity":
-            await _refuse(send, 415, "compressed bodies are not read here; send it as it is")
+            await _refuse(scope, send, 415, "compressed bodies are not read here; send it as it is")
             return
         try:
             body = await asyncio.wait_for(self._whole(receive), BODY_S)
         except TimeoutError:
-            await _refuse(send, 408, f"the body did not arrive within {BODY_S:.0f} s")
+            await _refuse(scope, send, 408, f"the body did not arrive within {BODY_S:.0f} s")
             return
         if body is None:
-            await _refuse(send, 413, f"the body is too large: {self._most} bytes are the most")
+            await _refuse(scope, send, 413, f"the body is too large: {self._most} bytes are the most")
             return
         parts = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -116,7 +125,7 @@ class BodyLimit:
                 return bytes(body)
 
 
-async def _refuse(send: Any, status: int, why: str) -> None:
+async def _refuse(scope: Any, send: Any, status: int, why: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps({"detail": why}).encode()})
+    await send({"type": "http.response.body", "body": json.dumps(error_body(scope["path"], status, why)).encode()})

@@ -17,13 +17,16 @@ from fastapi.responses import JSONResponse
 
 from etude.errors import EtudeError
 from etude.service.server import bodies
-from etude.service.server.access import BodyLimit, Keys
+from etude.service.server.access import BodyLimit, Keys, error_body
 from etude.service.server.checkpoints import drop_expired
 from etude.service.server.codec import canonical_json, message_of_json, parse_message
 from etude.service.server.futures import futures_router
+from etude.service.server.live import LiveDrawing
 from etude.service.server.metrics import render_metrics
+from etude.service.server.openai import openai_router
 from etude.service.server.runs import runs_router
 from etude.service.server.service import Refusal, Service
+from etude.service.server.status import Rates, status_router
 from etude.service.server.who import Owner, Served
 
 PROTOBUF = "application/x-protobuf"
@@ -43,7 +46,7 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
 
     app = FastAPI(title="Etude training service", lifespan=living, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, most=service.limits.body_bytes)
-    app.state.service, app.state.keys = service, keys
+    app.state.service, app.state.keys, app.state.live = service, keys, LiveDrawing(service)
     app.add_exception_handler(EtudeError, _say_refusal)
     app.add_exception_handler(HTTPException, _say_http)
     for status in (404, 405):
@@ -60,6 +63,9 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
     )
     for router in routers:
         app.include_router(router, prefix="/api/v1")
+    app.include_router(openai_router(), prefix="/v1")
+    app.state.rates = Rates(service.counts)
+    app.include_router(status_router())
     return app
 
 
@@ -74,26 +80,31 @@ async def _tidy(service: Service) -> None:
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-async def _say_refusal(_: Request, error: Exception) -> Response:
-    return JSONResponse({"detail": str(error)}, getattr(error, "status", 400))
+def _say(request: Request, status: int, why: str) -> Response:
+    return JSONResponse(error_body(request.url.path, status, why), status)
+
+
+async def _say_refusal(request: Request, error: Exception) -> Response:
+    return _say(request, getattr(error, "status", 400), str(error))
 
 
 async def _say_missing(request: Request, error: Any) -> Response:
     detail = f"this service does not offer {request.method} {request.url.path[:200]}"
-    return JSONResponse({"detail": detail}, error.status_code)
+    return _say(request, error.status_code, detail)
 
 
-async def _say_http(_: Request, error: Exception) -> Response:
+async def _say_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse({"detail": str(error.detail)}, error.status_code)
+    return _say(request, error.status_code, str(error.detail))
 
 
-async def _say_invalid(_: Request, error: Exception) -> Response:
+async def _say_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"][1:])[:200] or "the body"
     more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
-    return JSONResponse({"detail": f"{place}: {first['msg']}{more}"}, 422)
+    why = f"{place}: {first['msg'].removeprefix('Value error, ')}{more}"
+    return _say(request, 400 if request.url.path.startswith("/v1/") else 422, why)
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------

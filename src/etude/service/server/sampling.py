@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -41,9 +42,13 @@ class SamplingWorker(Worker):
         super().__init__(service)
         self._policies: dict[Any, tuple[Any, str | None]] = {}
         """A policy for each form of weights, and the file whose weights it has."""
+        self.others: dict[str, Callable[[], bool]] = {}
+        """What else this thread does, by the names that it is noticed by."""
 
     def _serve(self, target: str) -> bool:
         """Draw for the oldest request of a session and those that go with it; tell whether there was one."""
+        if target in self.others:
+            return self.others[target]()
         store, name, started_s = self._service.store, target, time.perf_counter()
         query = "SELECT * FROM requests WHERE target=? AND kind='sample' AND state='pending' ORDER BY number LIMIT ?"
         if store.find(query, name, 1) is not None:
@@ -59,7 +64,7 @@ class SamplingWorker(Worker):
         results: list[bytes] = []
         error, category = None, "user"
         try:
-            policy = self._policy(store.one("SELECT * FROM samplers WHERE id=?", name))
+            policy = self.policy(store.one("SELECT * FROM samplers WHERE id=?", name))
             results = self._draw(policy, given)
         except EtudeError as found:
             error = str(found)
@@ -82,8 +87,11 @@ class SamplingWorker(Worker):
                     store.finish(db, row["id"], result=result, error=error, category=category)
         self._service.tell([name for row in rows for name in (row["id"], row["target"])])
 
-    def _policy(self, sampler: sqlite3.Row) -> Any:
-        """Return a policy with a session's weights: the one for their form, the weights read if it has others."""
+    def policy(self, sampler: Mapping[str, Any] | sqlite3.Row) -> Any:
+        """Return a policy with a session's weights: the one for their form, the weights read if it has others.
+
+        It is for the thread that samples alone.
+        """
         adapter, file = self._service.adapter_of(sampler), sampler["file"]
         form = sampler["base"], None if adapter is None else adapter.form
         if form not in self._policies:

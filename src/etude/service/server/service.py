@@ -278,7 +278,7 @@ class Service:
                 raise Refusal(409, f"sampling session {number} was created before, of other weights")
         return name
 
-    def adapter_of(self, row: sqlite3.Row) -> Adapter | None:
+    def adapter_of(self, row: Mapping[str, Any] | sqlite3.Row) -> Adapter | None:
         """Return what a model, a checkpoint or a sampler trains; None is a base model."""
         return None if row["adapter"] is None else Adapter(**json.loads(row["adapter"]))
 

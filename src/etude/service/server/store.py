@@ -41,6 +41,7 @@ CREATE TABLE checkpoints (
 CREATE TABLE samplers (
     id TEXT PRIMARY KEY, owner TEXT, session TEXT, model TEXT, base TEXT, adapter TEXT, path TEXT, file TEXT,
     created REAL, ephemeral INTEGER DEFAULT 0);
+CREATE TABLE curves (model TEXT, name TEXT, step INTEGER, value REAL, PRIMARY KEY (model, name, step)) WITHOUT ROWID;
 """
 
 

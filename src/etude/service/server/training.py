@@ -110,6 +110,9 @@ class TrainingWorker(Worker):
             service.counts.trained_tokens += passed.tokens
             mean = passed.metrics["loss:sum"] / max(1, passed.tokens)
             effects.writes.append(lambda db: db.execute("UPDATE models SET loss=? WHERE id=?", (mean, model["id"])))
+            if kind == "forward_backward":
+                point = (model["id"], "loss", model["steps"], mean)
+                effects.writes.append(lambda db: db.execute("INSERT OR REPLACE INTO curves VALUES (?, ?, ?, ?)", point))
             return training_bytes(passed.outputs, passed.metrics)
         given = json.loads(payload)
         if kind == "optim_step":

@@ -207,3 +207,17 @@ def test_a_third_party_server(child_env: dict[str, str]) -> None:
             process.kill()
             process.wait(20)
         process.stdout.close()
+
+
+def test_tokens_are_taken_from_a_server_that_returns_them() -> None:
+    choice = {"text": "ab", "finish_reason": "stop", "logprobs": {"token_logprobs": [-0.5, -1.0]}, "token_ids": [7, 8]}
+
+    def answer(number: int, _: dict[str, Any], __: Any) -> Answer:
+        return 200, {"choices": [choice if number == 1 else {**choice, "token_ids": [7]}]}, {}
+
+    with served(answer) as (url, _):
+        endpoint = CompletionEndpoint(url)
+        [[found]] = endpoint.generate(["a"])
+        assert (found.tokens, found.logprobs) == ([7, 8], [-0.5, -1.0])
+        with pytest.raises(EndpointError, match="1 tokens, but 2 log-probabilities"):
+            endpoint.generate(["a"])
