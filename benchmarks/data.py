@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.spread import shown
 from etude.data import MapData, Windows
 from etude.types.protocols import Place
 
@@ -62,9 +63,7 @@ def measure() -> float:
 
 def main() -> float:
     """Print and return the ratio."""
-    ratio = measure()
-    print(f"data: {ratio:.1f}x DataLoader (goal >= {GOAL:.0f})")
-    return ratio
+    return shown(f"data: {{:.1f}}x DataLoader (goal >= {GOAL:.0f})", measure())
 
 
 if __name__ == "__main__":

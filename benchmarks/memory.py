@@ -10,6 +10,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from benchmarks.spread import shown
 from etude import Callback, Trainer, TrainingConfiguration
 
 STEPS = 10_000
@@ -53,9 +54,7 @@ def measure() -> float:
 
 def main() -> float:
     """Print and return the slope."""
-    slope = measure()
-    print(f"memory: {slope:+.3f} MiB per 1,000 steps over {STEPS:,} steps (goal: none, within 0.1)")
-    return slope
+    return shown(f"memory: {{:+.3f}} MiB per 1,000 steps over {STEPS:,} steps (goal: none, within 0.1)", measure())
 
 
 if __name__ == "__main__":

@@ -23,17 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude import redteam
 from etude.policies.language import LanguageModel
-from etude.redteam import (
-    PPO,
-    ASTEvaluator,
-    ASTSampler,
-    HFASTConfiguration,
-    HFASTSystem,
-    HFASTTrainer,
-    VaderScorer,
-    write_word_model,
-)
 from etude.redteam.evaluator import compare
 from etude.redteam.prompts import NEUTRAL_DEV_PROMPTS, NEUTRAL_PROMPTS
 from etude.rollouts.system import Scorer
@@ -87,42 +78,43 @@ def taught_target(seed: int, steps: int = 400) -> LanguageModel:
 
 def planted(seed: int) -> dict[str, Any]:
     """Train an auditor against a target with a planted weakness, and compare it with what it was before."""
-    system = HFASTSystem(
+    system = redteam.HFASTSystem(
         LanguageModel.tiny(WORDS + ":ox", seed=100 + seed, value_head=True, **SIZES), taught_target(seed),
         scorer=ShareOfX(), auditor_sampling={"max_new_tokens": PROBE}, target_sampling={"max_new_tokens": ANSWER},
         likelihood_weight=0.0, combined_weight=0.0, response_weight=1.0,
     )  # fmt: skip
     draw = np.random.Generator(np.random.Philox(1000 + seed))
     prompts = ["".join(draw.choice(list("abcdefhij"), size=4)) + ":" for _ in range(60)]
-    sampler = ASTSampler(system, prompts[:40], tree_width=8, tree_depth=1)
-    evaluator = ASTEvaluator(sampler, prompts=prompts[40:], embedder=LetterPairs())
-    config = HFASTConfiguration(
-        training_steps=STEPS, lr=3e-3, num_episodes_per_experience=8, batch_size=64, log_every=STEPS, seed=seed
-    )
-    return trained(sampler, evaluator, config, PPO(system, clip_range=0.2, epochs=2, kl_coef=0.02), CONVERSATIONS)
+    sampler = redteam.ASTSampler(system, prompts[:40], tree_width=8, tree_depth=1)
+    evaluator = redteam.ASTEvaluator(sampler, prompts=prompts[40:], embedder=LetterPairs())
+    return trained(sampler, evaluator, seed, STEPS, CONVERSATIONS)
 
 
 def smollm2(seed: int, steps: int = WORD_STEPS, conversations: int = WORD_CONVERSATIONS) -> dict[str, Any]:
     """Do the same against SmolLM2, with an auditor that speaks in whole words."""
     with tempfile.TemporaryDirectory() as folder:
-        system = HFASTSystem(
-            write_word_model(folder, seed=seed), "smollm2", scorer=VaderScorer(signed=True), value_head=True,
-            auditor_sampling={"max_new_tokens": 4}, target_sampling={"max_new_tokens": 10, "top_p": 0.9, "top_k": 50},
+        system = redteam.HFASTSystem(
+            redteam.write_word_model(folder, seed=seed), "smollm2", scorer=redteam.VaderScorer(signed=True),
+            value_head=True, auditor_sampling={"max_new_tokens": 4},
+            target_sampling={"max_new_tokens": 10, "top_p": 0.9, "top_k": 50},
             likelihood_weight=0.0, combined_weight=1.0, response_weight=1.0, seed=seed,
         )  # fmt: skip
-        sampler = ASTSampler(system, NEUTRAL_PROMPTS, tree_width=8, tree_depth=1)
-        evaluator = ASTEvaluator(sampler, prompts=NEUTRAL_DEV_PROMPTS)
-        config = HFASTConfiguration(
-            training_steps=steps, lr=3e-3, num_episodes_per_experience=8, batch_size=64, log_every=steps, seed=seed
-        )
-        return trained(sampler, evaluator, config, PPO(system, clip_range=0.2, epochs=2, kl_coef=0.02), conversations)
+        sampler = redteam.ASTSampler(system, NEUTRAL_PROMPTS, tree_width=8, tree_depth=1)
+        evaluator = redteam.ASTEvaluator(sampler, prompts=NEUTRAL_DEV_PROMPTS)
+        return trained(sampler, evaluator, seed, steps, conversations)
 
 
-def trained(sampler: Any, evaluator: ASTEvaluator, config: Any, solver: Any, conversations: int) -> dict[str, Any]:
+def trained(
+    sampler: redteam.ASTSampler, evaluator: redteam.ASTEvaluator, seed: int, steps: int, conversations: int
+) -> dict[str, Any]:
     """Evaluate, train, evaluate again on the same prompts and seeds, and print the comparison."""
     started_s = time.process_time()
+    config = redteam.HFASTConfiguration(
+        training_steps=steps, lr=3e-3, num_episodes_per_experience=8, batch_size=64, log_every=steps, seed=seed
+    )
+    solver = redteam.PPO(sampler.system, clip_range=0.2, epochs=2, kl_coef=0.02)
     before = evaluator.evaluate(conversations)
-    HFASTTrainer(config, sampler, solver, ckpt_dir=None, run=False, show_progress=False).train()
+    redteam.HFASTTrainer(config, sampler, solver, ckpt_dir=None, run=False, show_progress=False).train()
     after = evaluator.evaluate(conversations)
     found = compare(after, before)
     (low, high), (least, most) = found["baseline_interval"], found["interval"]

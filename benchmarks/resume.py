@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from benchmarks.spread import Spread
+from benchmarks.spread import Spread, shown
 from etude import Trainer, TrainingConfiguration
 from etude.loop.distributed import Group
 from etude.loop.session import Session
@@ -78,9 +78,7 @@ def _move_to_step(run: Path, step: int) -> Path:
 
 def main() -> float:
     """Print and return the ratio."""
-    ratio = measure()
-    print(f"resume: first step at {FAR:,} takes {ratio:.2f}x that of a fresh start (goal <= 1.2)")
-    return ratio
+    return shown(f"resume: first step at {FAR:,} takes {{:.2f}}x that of a fresh start (goal <= 1.2)", measure())
 
 
 if __name__ == "__main__":

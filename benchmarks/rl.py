@@ -9,11 +9,12 @@ The comparison with TRL is made where $ETUDE_TRL_PYTHON names a Python that has 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -63,16 +64,25 @@ def digits() -> bool:
     return found is not None and found["cpu"] < 10
 
 
+ADDITION: Any = {"type": "addition", "params": {"low": 1, "high": 9}}
+
+
+def learn_to_add(steps: int, ahead: Literal[0, 1] = 0) -> float | None:
+    """Print the rewards of SmolLM2-135M that learns to add; return the step with 0.9 of them, if there is one."""
+    curve = Curve("addition")
+    data = TextRollouts(ADDITION, prompts_per_step=4, group_size=8, max_new_tokens=4, ahead=ahead)
+    train(LanguageModel.smollm2(), data, GRPO(), curve, lr=1e-5, batch_size=32, training_steps=steps)
+    rewards = " ".join(f"{row['train/reward']:.2f}" for row in curve.rows)
+    print(f"addition, SmolLM2-135M, GRPO 32 x 4 tokens, ahead: {ahead}, reward by step: {rewards}", flush=True)
+    found = curve.first_above(0.9)
+    return found["step"] if found else None
+
+
 def addition(steps: int = 12) -> bool:
     """SmolLM2-135M learns to add: 0.9 of the reward within 12 steps of 32 completions."""
-    curve, began = Curve("addition"), time.process_time()
-    tasks = {"type": "addition", "params": {"low": 1, "high": 9}}
-    data = TextRollouts(tasks, prompts_per_step=4, group_size=8, max_new_tokens=4)
-    train(LanguageModel.smollm2(), data, GRPO(), curve, lr=1e-5, batch_size=32, training_steps=steps)
-    rewards = [row["train/reward"] for row in curve.rows]
-    found = curve.first_above(0.9)
-    print("addition, SmolLM2-135M, GRPO 32 x 4 tokens, reward by step: " + " ".join(f"{r:.2f}" for r in rewards))
-    where = f"at step {found['step']:.0f}" if found else "not reached"
+    began = time.process_time()
+    found = learn_to_add(steps)
+    where = f"at step {found:.0f}" if found else "not reached"
     print(f"addition: 0.9 of the reward {where} (goal: within 12); "
           f"{(time.process_time() - began) / steps:.1f} CPU s a step", flush=True)  # fmt: skip
     return found is not None
@@ -186,6 +196,51 @@ def compare_with_trl(model: str, steps: int, goal: float) -> bool | None:
     return ratios.median <= goal
 
 
+AHEAD_GOAL, AHEAD_ROUNDS, AHEAD_STEPS = 1.4, 5, 4
+"""A round takes about a minute on quiet cores."""
+
+
+def one_step_ahead() -> bool:
+    """Drawing beside the training: steps per minute on two cores, and what rollouts one version old cost in steps."""
+    settings: dict[str, dict[str, Any]] = {"drawn first": {}, "ahead": {"ahead": 1}, "both cores": {"num_threads": 2}}
+    rates: dict[str, list[float]] = {name: [] for name in settings}
+    for number in range(AHEAD_ROUNDS):
+        for name in sorted(settings, reverse=bool(number % 2)):
+            rates[name].append(steps_per_minute(**settings[name]))
+        torch.set_num_threads(1)
+        print(f"ahead, round {number + 1} of {AHEAD_ROUNDS}, load {os.getloadavg()[0]:.1f}, steps per minute: "
+              + ", ".join(f"{name} {found[-1]:.1f}" for name, found in rates.items()), flush=True)  # fmt: skip
+    gains, others = ([one / base for one, base in zip(rates[name], rates["drawn first"], strict=True)]
+                     for name in ("ahead", "both cores"))  # fmt: skip
+    print(f"ahead: SmolLM2-135M, GRPO 2 prompts x 4 completions x 32 tokens: {Spread.of(gains)} of the steps a minute "
+          f"of ahead: 0 (goal {AHEAD_GOAL}); two threads without it: {Spread.of(others)}", flush=True)  # fmt: skip
+    plain = learn_to_add(12)
+    late = learn_to_add(14 if plain is None else int(plain) + 2, ahead=1)
+    first, second = (f"at step {found:.0f}" if found else "not reached" for found in (plain, late))
+    print(f"ahead: 0.9 of the reward of addition {second}, without it {first} (goal: within 2 more)", flush=True)
+    return statistics.median(gains) >= AHEAD_GOAL and plain is not None and late is not None
+
+
+def steps_per_minute(ahead: Literal[0, 1] = 0, num_threads: int = 1) -> float:
+    """Return how many steps of SmolLM2-135M come to a minute, where drawing and training take about as long."""
+    clock = WallClock()
+    data = TextRollouts(ADDITION, prompts_per_step=2, group_size=4, max_new_tokens=32, ahead=ahead)
+    steps: dict[str, Any] = {"training_steps": AHEAD_STEPS + 2, "batch_size": 8, "num_threads": num_threads}
+    train(LanguageModel.smollm2(), data, GRPO(), clock, lr=1e-6, **steps)
+    return 60 * AHEAD_STEPS / (clock.ends[-1] - clock.ends[1])
+
+
+class WallClock(Curve):
+    """Notes when each step ends."""
+
+    def __init__(self) -> None:
+        super().__init__("clock")
+        self.ends: list[float] = []
+
+    def on_step_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        self.ends.append(time.perf_counter())
+
+
 LONG_GOAL = 1.5
 """Of the floor: half the way to 1 from 2.0, which was measured before completions were packed."""
 
@@ -263,6 +318,7 @@ PARTS: dict[str, Callable[[], bool | None]] = {
     "control": control,
     "tiny-step": lambda: compare_with_trl("tiny", 8, 0.5),
     "addition": addition,
+    "ahead": one_step_ahead,
     "smollm2-step": lambda: compare_with_trl("smollm2", 2, 0.67),
     "long": long_step,
     "redteam": redteam,

@@ -19,3 +19,9 @@ class Spread:
 
     def __str__(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f} to {self.high:.2f})"
+
+
+def shown(line: str, figure: float) -> float:
+    """Print a figure in its line, and return it."""
+    print(line.format(figure))
+    return figure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch._dynamo  # noqa: F401 - DDP imports it on first use, for a second or more: once here, not in every child
@@ -108,6 +110,15 @@ def run_forked(
             file.seek(0)
             texts.append(file.read().decode())
     return subprocess.CompletedProcess(list(arguments), code, *texts)
+
+
+def run_example(
+    path: Path, arguments: Iterable[str] = (), *, cwd: Path, env: Mapping[str, str], timeout_s: float = 110.0
+) -> subprocess.CompletedProcess[str]:
+    """Run an example as `python -W error PATH ARGUMENTS` does, in a process that has imported torch."""
+    words = [str(path), *arguments]
+    work = partial(runpy.run_path, words[0], run_name="__main__")
+    return run_forked(work, cwd=cwd, env=env, arguments=words, timeout_s=timeout_s)
 
 
 def _as_program(

@@ -81,6 +81,9 @@ BUILTINS: Final[dict[str, dict[str, str]]] = {
         "file": "rollouts.tasks:PromptFile",
         "reasoning_gym": "rollouts.tasks:ReasoningGym",
     },
+    "agents": {
+        "tools": "rollouts.tools:ToolAgent",
+    },
     "rewards": {
         "contains_answer": "rollouts.rewards:contains_answer",
         "exact_match": "rollouts.rewards:exact_match",

@@ -32,11 +32,14 @@ class EtudeError(Exception):
 
     exit_code = 1
 
+    def __init_subclass__(cls, exit_code: int | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if exit_code is not None:
+            cls.exit_code = exit_code
 
-class ConfigError(EtudeError, ValueError):
+
+class ConfigError(EtudeError, ValueError, exit_code=2):
     """A configuration file, override or parameter is wrong."""
-
-    exit_code = 2
 
 
 class RegistryError(ConfigError):
@@ -49,52 +52,36 @@ def no_place(error: OSError, place: Path | str = "") -> ConfigError:
     return ConfigError(f"cannot use {name}: {error.strerror}; make it writable, or name another place")
 
 
-class DataError(EtudeError):
+class DataError(EtudeError, exit_code=3):
     """Data is missing, malformed, or ended too early."""
 
-    exit_code = 3
 
-
-class CheckpointError(EtudeError):
+class CheckpointError(EtudeError, exit_code=4):
     """No usable checkpoint, or one that could not be written."""
 
-    exit_code = 4
 
-
-class NonFiniteError(EtudeError, ArithmeticError):
+class NonFiniteError(EtudeError, ArithmeticError, exit_code=5):
     """A loss, gradient or reward is NaN or infinite; raised before the update."""
 
-    exit_code = 5
 
-
-class RankError(EtudeError):
+class RankError(EtudeError, exit_code=6):
     """A rank of the group died or hangs."""
 
-    exit_code = 6
 
-
-class ShortRunError(EtudeError):
+class ShortRunError(EtudeError, exit_code=7):
     """Training ended before the requested length."""
 
-    exit_code = 7
 
-
-class MissingExtraError(EtudeError, ImportError):
+class MissingExtraError(EtudeError, ImportError, exit_code=8):
     """An optional package is needed and absent; the message names the extra to install."""
 
-    exit_code = 8
 
-
-class RolloutError(EtudeError):
+class RolloutError(EtudeError, exit_code=10):
     """No rollout succeeded, or one failed where the configuration says to stop."""
 
-    exit_code = 10
 
-
-class DirectoryInUseError(EtudeError):
+class DirectoryInUseError(EtudeError, exit_code=11):
     """Another training is writing the same directory."""
-
-    exit_code = 11
 
 
 class Interrupted(SystemExit):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from etude.builtins import BUILTINS, TORCH_OPTIMIZERS
 from etude.errors import MissingExtraError, RegistryError
 from etude.extras import EXTRAS
-from etude.plugins import import_plugin
+from etude.plugins import PLUGIN_FILES, import_plugin, is_plugin_file
 from etude.reading.suggest import did_you_mean
 from etude.signatures.fit import missing_of
 from etude.types import protocols
@@ -74,6 +74,7 @@ class Registry(Generic[T]):
         supplied: Iterable[str] = (),
         supplied_to_builtins: Iterable[str] = (),
         functions: bool = True,
+        files: tuple[str, ...] = (),
     ) -> None:
         """Make a registry.
 
@@ -86,6 +87,7 @@ class Registry(Generic[T]):
             supplied: Parameters that the framework passes itself and a configuration may not.
             supplied_to_builtins: Further such parameters of the built-in components; for others they are their own.
             functions: Whether a function that returns such a component will do.
+            files: How the names of files end that stand for a component just as a key does.
         """
         self.name = name
         self.noun = noun or name.removesuffix("s")
@@ -96,6 +98,7 @@ class Registry(Generic[T]):
         self.builtins = {key: Lazy(one) if isinstance(one, str) else one for key, one in named.items()}
         self._protocols = protocols
         self._functions = functions
+        self._files = files
         self._signatures: dict[str, tuple[Any, Signature]] = {}
         self._entries: dict[str, Any] = dict(self.builtins)
 
@@ -192,6 +195,10 @@ class Registry(Generic[T]):
     def __repr__(self) -> str:
         return f"Registry({self.name}: {', '.join(sorted(self._entries))})"
 
+    def is_file(self, key: str) -> bool:
+        """Tell whether a text names a file that stands for a component, or `file.py:Name`, and not a key."""
+        return key not in self._entries and (key.endswith(self._files) or names_object(key))
+
     def is_builtin(self, key: str) -> bool:
         """Tell whether a key is one of Etude's own."""
         return key in self.builtins
@@ -275,7 +282,7 @@ def _same_definition(one: Any, other: Any) -> bool:
 
 _TRAINER_ARGUMENTS = (
     "policy", "data", "algorithm", "engine", "config", "run", "callbacks", "loggers", "eval_data", "run_config", "name",
-    "run_root", "show_progress", "sampler", "environment",
+    "run_root", "show_progress", "sampler", "environment", "inner",
 )  # fmt: skip
 _HOOKS = ("on_fit_start", "on_step_end", "on_log", "on_evaluate_end", "on_save", "on_fit_end", "on_exception")
 POLICY_REGISTRY: Registry[protocols.Policy] = Registry("policies", (protocols.Policy,), noun="policy")
@@ -320,15 +327,18 @@ for _key, _where in BUILTINS["optimizers"].items():  # added as a plugin's are: 
     OPTIMIZER_BUILDER_REGISTRY.add(_key, Lazy(f"etude.{_where}"))
 LOSS_BUILDER_REGISTRY: Registry[Any] = Registry("losses", (protocols.LossFactory,), noun="loss", functions=False)
 ENVIRONMENT_REGISTRY: Registry[Any] = Registry("environments", ("reset step render close",))
-TASK_REGISTRY: Registry[Any] = Registry("tasks", ("__len__ __getitem__",), noun="source of tasks")
-REWARD_REGISTRY: Registry[Any] = Registry("rewards", ("__call__",), supplied=("task", "text"))
+TASK_REGISTRY: Registry[Any] = Registry(
+    "tasks", ("__len__ __getitem__",), noun="source of tasks", files=(".jsonl", ".csv", ".parquet")
+)
+REWARD_REGISTRY: Registry[Any] = Registry("rewards", ("__call__", "evaluate"), supplied=("task", "text"))
+AGENT_REGISTRY: Registry[Any] = Registry("agents", ("run",), supplied=("task", "llm"))
 
 REGISTRIES: dict[str, Registry[Any]] = {
     registry.name: registry
     for registry in (
         POLICY_REGISTRY, DATASET_BUILDER_REGISTRY, ALGORITHM_REGISTRY, ENGINE_REGISTRY, TRAINER_REGISTRY,
         OPTIMIZER_BUILDER_REGISTRY, LOSS_BUILDER_REGISTRY, LOGGER_REGISTRY, CALLBACK_REGISTRY, ENVIRONMENT_REGISTRY,
-        TASK_REGISTRY, REWARD_REGISTRY,
+        TASK_REGISTRY, REWARD_REGISTRY, AGENT_REGISTRY,
     )
 }  # fmt: skip
 
@@ -369,6 +379,33 @@ def load_plugins(modules: Iterable[str]) -> None:
             if isinstance(error, RegistryError):
                 raise RegistryError(f"plugin {plugin!r}: {error}") from error
             raise RegistryError(f"plugin {plugin!r} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def names_object(text: str) -> bool:
+    """Tell whether a text names something that a Python file defines: `file.py:Name`."""
+    path, _, name = text.rpartition(":")
+    return path.endswith(".py") and is_plugin_file(path) and name.isidentifier()
+
+
+def load_object(reference: str, what: str) -> Any:
+    """Return what a Python file defines, named as `file.py:Name`; files of one folder can import each other.
+
+    Args:
+        reference: The file, from the working directory on unless it is absolute, and the name.
+        what: What it is to be, for the error message.
+    """
+    path, _, name = reference.rpartition(":")
+    if not names_object(reference):
+        raise RegistryError(f"{what} is named as file.py:Name, got {reference!r}")
+    try:
+        load_plugins([path])
+    except RegistryError as error:
+        raise RegistryError(f"{what} {reference!r}: {error}") from error
+    module = sys.modules[PLUGIN_FILES[os.path.realpath(os.path.expanduser(path))]]
+    if not hasattr(module, name):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        raise RegistryError(f"{what} {reference!r}: the file defines {', '.join(own) or 'nothing'}, but no {name!r}")
+    return getattr(module, name)
 
 
 def load_entry_points() -> None:

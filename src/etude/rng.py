@@ -11,12 +11,7 @@ import torch
 _MASK: Final = 0xFFFFFFFFFFFFFFFF
 
 # Named streams, so that no two purposes ever share random numbers.
-STREAM_INIT: Final = 1
-STREAM_STEP: Final = 2
-STREAM_EVALUATE: Final = 3
-STREAM_ORDER: Final = 4
-STREAM_SAMPLE: Final = 5
-STREAM_ROLLOUT: Final = 6
+STREAM_INIT, STREAM_STEP, STREAM_EVALUATE, STREAM_ORDER, STREAM_SAMPLE, STREAM_ROLLOUT = range(1, 7)
 
 
 def fold(*parts: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from functools import partial
@@ -88,8 +89,9 @@ def train(subject: Subject, run: Path, callbacks: list[Any]) -> None:
     )  # fmt: skip
     configs = {"backbone": linear(3, 4), "low": linear(4, 1), "high": linear(4, 1)}
     policy = ComponentPolicy(configs, {"backbone": {"freeze": True}, "low": {"init": True}}, seed=1)
+    options = {"max_failures": 1} if subject.has_driver else {}
     trainer = wrap_train_step(TwoExperts, {})(
-        policy, {"x": x, "y": x.sum(1, keepdim=True)}, engine=subject.make_engine(), run=run, loggers=[],
+        policy, {"x": x, "y": x.sum(1, keepdim=True)}, engine=subject.make_engine(**options), run=run, loggers=[],
         config=config, callbacks=[Evaluates(), *callbacks], show_progress=False,
     )  # fmt: skip
     assert trainer.fit().steps == 10
@@ -127,6 +129,32 @@ def test_a_killed_run_of_components_ends_as_one_left_alone(subject: Subject, tmp
     assert launch(subject, tmp_path / "killed", Killed(5, signal.SIGKILL)).count(-signal.SIGKILL) > 0
     assert launch(subject, tmp_path / "killed") == good(subject)
     assert compare(tmp_path / "killed", tmp_path / "whole") is None
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_components_whose_worker_is_killed_on_ray_end_as_those_left_alone(tmp_path: Path, on_ray_cluster: Any) -> None:
+    """The driver starts the group again, and that goes on from its newest checkpoint."""
+    ray, torchrun = Subject("ray", 2), Subject("torch", 2)
+    assert launch(torchrun, tmp_path / "whole", KilledOnce(tmp_path)) == good(torchrun)  # there already: it is not
+    said = tmp_path / "killed.said"
+    assert launch(ray, tmp_path / "killed", KilledOnce(tmp_path / "was killed")) == good(ray), said.read_text()[-2000:]
+    assert (tmp_path / "was killed").exists()
+    assert compare(tmp_path / "killed", tmp_path / "whole") is None
+
+
+class KilledOnce(Callback):
+    """Kills the first rank after the fifth step, the first time that it comes to it."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def on_step_end(self, trainer: Any, metrics: Any) -> None:
+        """Kill it."""
+        if trainer.progress.step == 5 and trainer.rank == 0 and not self.mark.exists():
+            trainer.session.record.wait()
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Killed(SendSignal):

@@ -13,11 +13,8 @@ from tests.contract.subjects import ENGINES, SUBJECTS, Subject
 
 FOUND: dict[tuple[str, Subject], str] = {}
 ONE_WORKER = Subject("ray")
-REPEATED = {(name, ONE_WORKER) for name in GUARANTEES if name != "exact resume"}
-"""What one worker shows that two show by the same code, at 6 CPU seconds a start: probed by `make test-all`.
-
-That one worker has parity shows in its exact resume, which is compared with a run of the torch engine.
-"""
+REPEATED = {(name, ONE_WORKER) for name in GUARANTEES if name != "parity"}
+"""What one worker shows that two show by the same code, at 6 CPU seconds a start: probed by `make test-all`."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,8 +56,6 @@ def test_the_readme_shows_what_was_found(request: pytest.FixtureRequest) -> None
     selected = [item for item in request.session.items if getattr(item, "originalname", "") == "test_guarantee"]
     if len(selected) < len(GUARANTEES) * len(SUBJECTS) - len(REPEATED):
         pytest.skip("only some guarantees were selected")
-    if ("exact resume", ONE_WORKER) in FOUND:
-        FOUND.setdefault(("parity", ONE_WORKER), FOUND["exact resume", ONE_WORKER])
     for name, subject in REPEATED:
         FOUND.setdefault((name, subject), FOUND.get((name, replace(subject, ranks=2)), "not probed"))
     missing = [key for key in ((name, subject) for name in GUARANTEES for subject in SUBJECTS) if key not in FOUND]

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from etude.runs.checkpoint import CheckpointStore
-from etude.runs.metrics import read_metrics
+from etude.runs.metrics import read_metrics, read_rows
 from tests.crash.workload import Case, train
 from tests.processes import kill, reap, spawn
 
@@ -56,7 +56,7 @@ def killed_run(case: Case, run_dir: Path, reference_dir: Path, length_s: float, 
 
 
 def compare(run_dir: Path, reference_dir: Path) -> str | None:
-    """Return what differs between the ends of two runs: weights, optimizer, EMA, counters, metrics; None if nothing."""
+    """Return what differs between the ends of two runs: weights, optimizer, EMA, counters, metrics, transcripts."""
     ours = CheckpointStore(run_dir / "checkpoints").load("last")
     theirs = CheckpointStore(reference_dir / "checkpoints").load("last")
     for part in ("policy", "optimizer", "ema"):
@@ -70,7 +70,10 @@ def compare(run_dir: Path, reference_dir: Path) -> str | None:
     if progress[0] != progress[1]:
         return f"progress {progress}"
     rows = [[_timeless(row) for row in read_metrics(d / "metrics.jsonl")] for d in (run_dir, reference_dir)]
-    return None if rows[0] == rows[1] else f"metrics: {len(rows[0])} rows against {len(rows[1])}"
+    if rows[0] != rows[1]:
+        return f"metrics: {len(rows[0])} rows against {len(rows[1])}"
+    written = [read_rows(directory / "transcripts.jsonl") for directory in (run_dir, reference_dir)]
+    return None if written[0] == written[1] else f"transcripts: {len(written[0])} rows against {len(written[1])}"
 
 
 def _timeless(row: dict[str, object]) -> dict[str, object]:

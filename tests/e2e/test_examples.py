@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-import runpy
 import subprocess
 import sys
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.processes import run_forked
+from tests.processes import run_example
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 OTHERS = ("huggingface_trainer.py", "lightning_trainer.py", "ray_workers.py", "redteam_smollm.py")
@@ -23,14 +21,15 @@ needs_sim = pytest.mark.skipif(find_spec("metaworld") is None, reason="needs etu
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def run(name: str, arguments: list[str], cwd: Path, env: dict[str, str], fork: bool = False) -> str:
-    """Run an example in a Python of its own, or again in a fork of this one, which has imported torch."""
-    words = [str(EXAMPLES / name), *arguments]
+def run(name: str, arguments: list[str], cwd: Path, env: dict[str, str], fork: bool = True) -> str:
+    """Run an example in a fork of this process, which has imported torch, or in a Python of its own.
+
+    The latter once with what is always there, once with a peer, and once with the simulators.
+    """
     if fork:
-        work = partial(runpy.run_path, words[0], run_name="__main__")
-        done = run_forked(work, cwd=cwd, env=env, arguments=words, timeout_s=220)
+        done = run_example(EXAMPLES / name, arguments, cwd=cwd, env=env, timeout_s=220)
     else:
-        command = [sys.executable, "-W", "error", *words]
+        command = [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments]
         done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=220, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -44,7 +43,7 @@ def test_every_example_is_short_and_run_by_a_test() -> None:
 
 
 def test_a_loss_of_ones_own(tmp_path: Path, child_env: dict[str, str]) -> None:
-    out = run("custom_loss.py", ["--steps", "60"], tmp_path, child_env)
+    out = run("custom_loss.py", ["--steps", "60"], tmp_path, child_env, fork=False)
     assert float(out.splitlines()[-1]) > 0.5
 
 
@@ -62,6 +61,13 @@ def test_a_red_team_trainer_with_a_loop_of_its_own(tmp_path: Path, child_env: di
     before, best = (float(re.findall(rf"^{word}: ([\d.]+)$", out, re.MULTILINE)[0]) for word in ("before", "best"))
     assert best > before + 0.2
     assert (tmp_path / "out" / "auditor" / "best" / "model.safetensors").is_file()
+
+
+def test_a_flat_script_gives_the_numbers_of_the_trainer_bit_for_bit(tmp_path: Path, child_env: dict[str, str]) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (extra: llm)")
+    out = run("grpo_flat.py", ["--steps", "6", "--compare"], tmp_path, child_env)
+    (last,) = re.findall(r"^step 6: reward ([\d.]+)", out, re.MULTILINE)
+    assert out.splitlines()[-1] == f"GRPOTrainer: reward {last}, the same weights"
 
 
 def test_changing_the_loss_takes_at_most_fifteen_lines_on_every_engine() -> None:
@@ -82,14 +88,12 @@ def test_changing_the_loss_takes_at_most_fifteen_lines_on_every_engine() -> None
 @needs_sim
 def test_arrays_become_a_dataset_and_a_policy(tmp_path: Path, child_env: dict[str, str]) -> None:
     arguments = ["--dir", "out", "--episodes", "8", "--steps", "120"]
-    out = run("own_dataset.py", arguments, tmp_path, child_env)
+    out = run("own_dataset.py", arguments, tmp_path, child_env, fork=False)
     assert "8 episodes, 240 frames, tasks ['reach the target']" in out
     found = re.search(r"mean distance from the target: ([\d.]+)", out)
     assert found is not None
     assert float(found.group(1)) < 0.7
-    again = run(
-        "own_dataset.py", arguments, tmp_path, child_env, fork=True
-    )  # everything is there: nothing is done twice
+    again = run("own_dataset.py", arguments, tmp_path, child_env)  # everything is there: nothing is done twice
     assert found.group(0) in again
 
 

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("loop",),
     ("engines",),
     ("trainer",),
+    ("grpo_trainer",),
     ("deploy", "redteam", "service"),
     ("config",),
     ("cli",),
@@ -157,6 +158,35 @@ def test_packages_of_one_layer_do_not_import_in_circles() -> None:
             frontier = {part for place in frontier for part in edges.get(place, ())} - reached
             reached |= frontier
         assert start not in reached, f"etude.{start} imports itself by way of {sorted(reached)}"
+
+
+def test_modules_do_not_import_in_circles() -> None:
+    """Counted are imports that run when a module is read, not those inside of functions."""
+    edges: dict[str, set[str]] = {}
+    for path in FILES:
+        at_once = ast.Module(
+            [node for node in _tree(path).body if not isinstance(node, ast.FunctionDef | ast.ClassDef)], []
+        )
+        name = _dotted(path)
+        edges[name] = set(_imported(at_once, name, path.name == "__init__.py")) & {_dotted(other) for other in FILES}
+    left = dict(edges)
+    while free := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in free:
+            del left[name]
+    assert left == {}, "these wait for each other"
+
+
+NAMED_BY_OTHERS = {"Trainer", "BaseTrainer", "DPO", "IPO", "PPO", "Digits"}
+"""Names that users of two libraries know, and the digits that are data here and a task there."""
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, set[str]] = {}
+    for path in FILES:
+        for node in _tree(path).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, set()).add(_name(path))
+    assert {name: found for name, found in places.items() if len(found) > 1}.keys() == NAMED_BY_OTHERS
 
 
 def _dotted(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import getfullargspec
 from typing import ClassVar
 
 from torch import Tensor
@@ -57,6 +58,9 @@ class _OwnLoss(GRPO):
     own_loss: ClassVar[Callable[..., Tensor]]
     takes: ClassVar[tuple[str, ...]]
 
+    def __init_subclass__(cls) -> None:
+        cls.takes = tuple(getfullargspec(cls.own_loss).kwonlyargs)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
@@ -81,7 +85,6 @@ class GSPO(_OwnLoss):
     """GRPO with the ratio of whole sequences in place of the ratio of tokens."""
 
     own_loss = staticmethod(losses.gspo)
-    takes = ("clip_low", "clip_high")
 
     clip_low: float = 3e-4
     """The sequence ratio is clipped below at 1 - clip_low."""
@@ -99,7 +102,6 @@ class GMPO(_OwnLoss):
     """GRPO with the geometric mean of a completion's ratios, each clipped by itself: outliers move it little."""
 
     own_loss = staticmethod(losses.gmpo)
-    takes = ("clip_low", "clip_high")
 
     clip_low: float = 0.4
     """The logarithm of a token's ratio is clipped below at -clip_low."""
@@ -119,7 +121,6 @@ class SAPO(_OwnLoss):
     """GRPO with a soft gate in place of a clip: (4 / tau) sigmoid(tau (r - 1)), tau by the sign of the advantage."""
 
     own_loss = staticmethod(losses.sapo)
-    takes = ("tau_pos", "tau_neg")
 
     tau_pos: float = 1.0
     """How fast the gate closes where the advantage is positive."""
@@ -137,7 +138,6 @@ class CISPO(_OwnLoss):
     """GRPO that clips the importance weight instead of the update, so that every token keeps its gradient."""
 
     own_loss = staticmethod(losses.cispo)
-    takes = ("ratio_low", "ratio_high")
 
     aggregation: Aggregation = "token_mean"
     """How tokens become one loss: token_mean, token_sum, sequence_mean or length_normalised."""
@@ -162,7 +162,6 @@ class DRO(_OwnLoss):
     """Group advantages, with a square around the old policy in place of a clip: for data that is not fresh."""
 
     own_loss = staticmethod(losses.dro)
-    takes = ("beta",)
 
     aggregation: Aggregation = "token_mean"
     """How tokens become one loss: token_mean, token_sum, sequence_mean or length_normalised."""

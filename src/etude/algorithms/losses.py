@@ -37,15 +37,9 @@ def ratio(log_ratio_BT: Tensor) -> Tensor:
 
 
 def ppo_clip(
-    log_probs_BT: Tensor,
-    old_log_probs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-) -> Tensor:
+    log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *,
+    clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None,
+) -> Tensor:  # fmt: skip
     """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) by token.
 
     With `dual_clip` = c > 1, where A < 0 the objective is at least c A: a ratio that has exploded moves nothing.
@@ -79,14 +73,9 @@ def clipped_fraction(
 
 
 def gspo(
-    log_probs_BT: Tensor,
-    old_log_probs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-) -> Tensor:
+    log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *,
+    clip_low: float = 3e-4, clip_high: float = 4e-4,
+) -> Tensor:  # fmt: skip
     """Return -min(s A, clip(s) A) of each row on its tokens, with s the ratio of whole sequences per token.
 
     s_i = exp(mean over the tokens of log p - log p_old). Advantages may differ by token: the gradient of a token then
@@ -101,14 +90,9 @@ def gspo(
 
 
 def gmpo(
-    log_probs_BT: Tensor,
-    old_log_probs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 0.4,
-    clip_high: float = 0.4,
-) -> Tensor:
+    log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *,
+    clip_low: float = 0.4, clip_high: float = 0.4,
+) -> Tensor:  # fmt: skip
     """Return -A exp(mean of the clipped log r) of each row on its tokens: a geometric mean, which outliers move little.
 
     Each log r is clipped to [-clip_low, clip_high] on the side where it would be rewarded for going further. A is the
@@ -123,14 +107,9 @@ def gmpo(
 
 
 def sapo(
-    log_probs_BT: Tensor,
-    old_log_probs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-) -> Tensor:
+    log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *,
+    tau_pos: float = 1.0, tau_neg: float = 1.05,
+) -> Tensor:  # fmt: skip
     """Return -A (4 / tau) sigmoid(tau (r - 1)) by token, tau by the sign of A: a gate that closes softly."""
     advantages_BT = _masked(advantages_BT, mask_BT)
     ratio_BT = ratio(log_ratio(log_probs_BT, old_log_probs_BT, mask_BT))
@@ -144,14 +123,9 @@ def truncated_weights(old_log_probs_BT: Tensor, rollout_log_probs_BT: Tensor, ma
 
 
 def cispo(
-    log_probs_BT: Tensor,
-    old_log_probs_BT: Tensor,
-    advantages_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    ratio_low: float = 0.0,
-    ratio_high: float = 4.0,
-) -> Tensor:
+    log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *,
+    ratio_low: float = 0.0, ratio_high: float = 4.0,
+) -> Tensor:  # fmt: skip
     """Return -stop(clip(r, ratio_low, ratio_high)) A log p by token: no token loses its gradient."""
     log_probs_BT = _masked(log_probs_BT, mask_BT)
     ratio_BT = ratio(log_ratio(log_probs_BT, old_log_probs_BT, mask_BT).detach())

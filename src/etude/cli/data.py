@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from etude.cli.options import AsJson, Images, OpenPage, count, output_option
+from etude.cli.options import AsJson, Images, OpenPage, count, option, output_option
 
 data_app = typer.Typer(help="Look at LeRobot datasets, and convert recordings to them.", no_args_is_help=True)
 
@@ -30,9 +30,7 @@ def inspect(root: Root, as_json: AsJson = False) -> None:
 @data_app.command()
 def stats(
     root: Root,
-    episodes: Annotated[
-        str | None, typer.Option("--episodes", metavar="A-B,C", help="Episodes to count, such as 0-9,12.")
-    ] = None,
+    episodes: Annotated[str | None, option("--episodes", "A-B,C", "Episodes to count, such as 0-9,12.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print mean, spread, range and quantiles of every feature, computed from the data."""
@@ -58,18 +56,12 @@ def view(
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="HDF5 file or folder (ALOHA, robomimic), or Zarr.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory of the new dataset.")],
-    format_: Annotated[
-        str, typer.Option("--format", metavar="auto|aloha|robomimic|zarr", help="How SRC is laid out.")
-    ] = "auto",
-    fps: Annotated[
-        float | None,
-        typer.Option("--fps", metavar="N", help="Frames per second [what the layout implies]."),
-    ] = None,
-    task: Annotated[str | None, typer.Option("--task", metavar="TEXT", help="What the episodes are for.")] = None,
+    format_: Annotated[str, option("--format", "auto|aloha|robomimic|zarr", "How SRC is laid out.")] = "auto",
+    fps: Annotated[float | None, option("--fps", "N", "Frames per second [what the layout implies].")] = None,
+    task: Annotated[str | None, option("--task", "TEXT", "What the episodes are for.")] = None,
     images: Images = "video",
     rename: Annotated[
-        list[str] | None,
-        typer.Option("--rename", metavar="OLD=NEW", help="Call a feature otherwise, as an environment does."),
+        list[str] | None, option("--rename", "OLD=NEW", "Call a feature otherwise, as an environment does.")
     ] = None,
 ) -> None:
     """Convert SRC to a LeRobot v3.0 dataset; an interrupted conversion goes on.

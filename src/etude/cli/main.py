@@ -84,10 +84,22 @@ def train(
     ] = "auto",
     train_config: Annotated[
         Path | None,
-        typer.Option("--train_config", "--train-config", metavar="CONFIG", help="Another way to give CONFIG."),
+        typer.Option(
+            "-c", "--config", "--train_config", "--train-config", metavar="CONFIG", help="Another way to give CONFIG."
+        ),
     ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option("-m", "--mode", metavar="self-hosted|training-service", help="How a recipe must be trained."),
+    ] = None,
+    tag: Annotated[
+        str | None, typer.Option("-t", "--tag", metavar="NAME", help="Name the run; as run.name=NAME.")
+    ] = None,
+    run_nexrl: Annotated[
+        bool, typer.Option("-r", "--run-nexrl", help="Start training, as it always does; for commands of recipes.")
+    ] = False,
 ) -> None:
-    """Train what CONFIG describes.
+    """Train what CONFIG describes: an experiment, or a recipe.
 
     Several processes: torchrun --nproc_per_node 2 -m etude train CONFIG
     """
@@ -98,9 +110,13 @@ def train(
     if path is None:
         raise typer.BadParameter("give what to train, as in: etude train configs/digits.yaml, or: etude train digits")
 
+    if mode not in (None, "self-hosted", "training-service"):
+        raise typer.BadParameter(f"-m is self-hosted or training-service, got {mode!r}")
+    settings += [f"run.name={tag}"] if tag is not None else []
+
     from etude.cli.train import train_config as run_training
 
-    run_training(path, settings, resume)
+    run_training(path, settings, resume, mode)
 
 
 @app.command(cls=TakesOverrides)

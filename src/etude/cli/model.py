@@ -33,8 +33,6 @@ def show(
 
 def show_model(file: Path, output: Path, *, as_json: bool = False) -> None:
     """Print a model and write its drawing."""
-    from dataclasses import asdict
-
     from etude.cli.output import print_json, print_table, say
     from etude.errors import ConfigError, EtudeError, no_place, one_line
     from etude.policies.graph.build import build_model
@@ -55,7 +53,7 @@ def show_model(file: Path, output: Path, *, as_json: bool = False) -> None:
         raise no_place(error, output) from None
     total = sum(parameter.numel() for parameter in built.parameters())
     if as_json:
-        print_json({"parameters": total, "drawing": str(output), "nodes": [asdict(row) for row in rows]})
+        print_json({"parameters": total, "drawing": str(output), "nodes": [row._asdict() for row in rows]})
         return
     table = [
         (

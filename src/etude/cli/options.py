@@ -25,6 +25,11 @@ def output_option(help: str, metavar: str = "DIR") -> Any:
     return typer.Option("--output", "-o", metavar=metavar, help=help)
 
 
+def option(name: str, metavar: str, help: str) -> Any:
+    """Return an option by what stands for its value, and its help."""
+    return typer.Option(name, metavar=metavar, help=help)
+
+
 Config = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="Experiment file (YAML) or preset.", autocompletion=complete.configs)
 ]
@@ -37,26 +42,20 @@ RunName = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Envs = Annotated[
-    list[str],
-    typer.Option(
-        "--env", metavar="ENV", help="metaworld/TASK, pusht, aloha/TASK or gym:ID; may be given several times."
-    ),
+    list[str], option("--env", "ENV", "metaworld/TASK, pusht, aloha/TASK or gym:ID; may be given several times.")
 ]
 EnvOptions = Annotated[
-    list[str] | None,
-    typer.Option("--option", metavar="KEY=VALUE", help="Further parameters; etude list environments KEY shows them."),
+    list[str] | None, option("--option", "KEY=VALUE", "Further parameters; etude list environments KEY shows them.")
 ]
 TrainedPolicy = Annotated[
     str,
     typer.Argument(metavar="POLICY", help="A run, a checkpoint or a saved policy.", autocompletion=complete.runs),
 ]
 WhichCheckpoint = Annotated[
-    str, typer.Option("--which", metavar="best|last|STEP", help="Checkpoint of a run; the best, or else the last.")
+    str, option("--which", "best|last|STEP", "Checkpoint of a run; the best, or else the last.")
 ]
-Plugins = Annotated[
-    list[str] | None, typer.Option("--plugin", metavar="MODULE", help="Load this module or .py file first.")
-]
-Images = Annotated[str, typer.Option("--images", metavar="video|image", help="How pictures are stored.")]
+Plugins = Annotated[list[str] | None, option("--plugin", "MODULE", "Load this module or .py file first.")]
+Images = Annotated[str, option("--images", "video|image", "How pictures are stored.")]
 OpenPage = Annotated[bool, typer.Option("--open", help="Open it in a browser.")]
 Seed = Annotated[int, count("--seed", "Root of all seeds.", least=0)]
 Episodes = Annotated[int, count("--episodes", "Episodes of each environment.")]

@@ -7,18 +7,16 @@ from typing import Annotated
 
 import typer
 
-from etude.cli.options import AsJson, count, optional_argument, output_option
+from etude.cli.options import AsJson, count, option, optional_argument, output_option
 
 redteam_app = typer.Typer(help="Train an auditor that finds what makes a model fail.", no_args_is_help=True)
 
 Setting = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any other key of the file, such as training.lr=1e-4."),
+    list[str] | None, option("--set", "KEY=VALUE", "Any other key of the file, such as training.lr=1e-4.")
 ]
-Target = Annotated[str | None, typer.Option("--target", metavar="MODEL", help="The model that is probed [smollm2].")]
+Target = Annotated[str | None, option("--target", "MODEL", "The model that is probed [smollm2].")]
 Scorer = Annotated[
-    str | None,
-    typer.Option("--scorer", metavar="NAME", help="profanity, vader, novelty, classifier:PATH#LABEL, ... [profanity]."),
+    str | None, option("--scorer", "NAME", "profanity, vader, novelty, classifier:PATH#LABEL, ... [profanity].")
 ]
 
 
@@ -30,22 +28,15 @@ def redteam() -> None:
 @redteam_app.command()
 def train(
     config: Annotated[Path | None, optional_argument("CONFIG", "Experiment file (YAML).")] = None,
-    auditor: Annotated[
-        str | None, typer.Option("--auditor", metavar="MODEL", help="The model that is trained [smollm2].")
-    ] = None,
+    auditor: Annotated[str | None, option("--auditor", "MODEL", "The model that is trained [smollm2].")] = None,
     target: Target = None,
-    prompts: Annotated[
-        str | None, typer.Option("--prompts", metavar="FILE", help="Prompts, one a line [forty neutral ones].")
-    ] = None,
+    prompts: Annotated[str | None, option("--prompts", "FILE", "Prompts, one a line [forty neutral ones].")] = None,
     scorer: Scorer = None,
-    algorithm: Annotated[
-        str | None, typer.Option("--algorithm", metavar="dpo|ipo|ppo", help="How it learns [dpo].")
-    ] = None,
+    algorithm: Annotated[str | None, option("--algorithm", "dpo|ipo|ppo", "How it learns [dpo].")] = None,
     steps: Annotated[int | None, count("--steps", "Experiences [10, for a first look].")] = None,
     output: Annotated[Path | None, output_option("Where the auditor goes [checkpoints].")] = None,
     run: Annotated[
-        str | None,
-        typer.Option("--run", metavar="RUN", help="Run directory, or its name under runs/; one that is there resumes."),
+        str | None, option("--run", "RUN", "Run directory, or its name under runs/; one that is there resumes.")
     ] = None,
     setting: Setting = None,
 ) -> None:
@@ -66,16 +57,13 @@ def train(
 def evaluate(
     auditor: Annotated[str, typer.Argument(metavar="AUDITOR", help="A trained auditor, such as checkpoints/best.")],
     config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE", help="Experiment file [the one kept beside AUDITOR, if any]."),
+        Path | None, option("--config", "FILE", "Experiment file [the one kept beside AUDITOR, if any].")
     ] = None,
     against: Annotated[
-        str | None, typer.Option("--against", metavar="MODEL", help="Auditor to compare with [as before training].")
+        str | None, option("--against", "MODEL", "Auditor to compare with [as before training].")
     ] = None,
     target: Target = None,
-    prompts: Annotated[
-        str | None, typer.Option("--prompts", metavar="FILE", help="Prompts, one a line [the dev prompts].")
-    ] = None,
+    prompts: Annotated[str | None, option("--prompts", "FILE", "Prompts, one a line [the dev prompts].")] = None,
     scorer: Scorer = None,
     rollouts: Annotated[int, count("--rollouts", "Conversations of each.")] = 48,
     output: Annotated[Path | None, output_option("Where results go [AUDITOR-evaluation].")] = None,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.cli.output import is_main_rank, say, show_log
+from etude.cli.ranks import start_ranks
 from etude.cli.runs import find_run
 from etude.errors import ConfigError, exits_refused
 
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
     from etude.types import Result
 
 
-def train_config(config: Path, overrides: list[str], resume: str) -> None:
+def train_config(config: Path, overrides: list[str], resume: str, mode: str | None = None) -> None:
     """Build what the config describes, train it, and say where the result is; "auto" leaves it to `run.resume`."""
     from etude.config.load import load
 
-    loaded = load(config, overrides)
+    loaded = load(config, overrides, mode)
+    if start_ranks(
+        loaded.config, ["train", str(config), *overrides, "--resume", resume, *(["-m", mode] if mode else [])]
+    ):
+        return
     from etude.config.build import build  # only a valid config is worth the import of torch
 
     with exits_refused(lambda: "step 0, before it began"):
@@ -53,6 +58,8 @@ def resume_run(run: str, overrides: list[str]) -> None:
     from etude.config.load import load
 
     loaded = load(config, overrides)
+    if start_ranks(loaded.config, ["resume", run, *overrides]):
+        return
     from etude.config.build import build
 
     with exits_refused(lambda: "the step it had reached, before it went on"):

@@ -16,10 +16,8 @@ from etude.cli.output import say
 from etude.errors import CheckpointError, EtudeError
 
 
-class NotReproducibleError(EtudeError):
+class NotReproducibleError(EtudeError, exit_code=9):
     """Two runs of one configuration ended with different parameters."""
-
-    exit_code = 9
 
 
 def verify_config(config: Path, overrides: list[str], *, steps: int) -> None:

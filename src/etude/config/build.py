@@ -37,7 +37,7 @@ def build(loaded: Loaded, *, run: str | Path | Run | None = None) -> Trainer:
     trainer_type, extra = maker.trainer_type()
     # A policy that makes its weights when it is constructed must get the same ones on every rank and in every run.
     with generators_kept(fold(config.training.seed, STREAM_INIT, 1)):
-        policy = maker.make("policies", config.policy, "policy")
+        policy = maker.policy(config.policy)
         data = maker.data(config.data, "data")
         eval_data = None if config.eval_data is None else maker.data(config.eval_data, "eval_data")
         algorithm = None if config.algorithm is None else maker.make("algorithms", config.algorithm, "algorithm")
@@ -82,6 +82,17 @@ class _Maker:
         """Construct one component with its parameters."""
         constructor = REGISTRIES[kind].get(component.type)
         return self.call(lambda: constructor(**component.params), path)
+
+    def policy(self, component: Component) -> Any:
+        """Construct the policy; components whose weights were in a folder that is gone want a checkpoint instead."""
+        folder = component.params.get("load_dir")
+        if component.type != "components" or not isinstance(folder, str) or Path(folder).expanduser().is_dir():
+            return self.make("policies", component, "policy")
+        policy = self.make(
+            "policies", Component(type=component.type, params={**component.params, "load_dir": None}), "policy"
+        )
+        policy.unloaded = f"{self.loaded.origin('policy.params.load_dir')}: there is no directory {folder}"
+        return policy
 
     def make_all(self, kind: str, components: list[Component]) -> list[Any]:
         """Construct the components of a list."""

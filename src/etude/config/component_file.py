@@ -9,6 +9,7 @@ Beside these stand `plugins`, `seed` and sections of an ordinary experiment, whi
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 import re
@@ -16,14 +17,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from etude.builtins import TORCH_OPTIMIZERS
+from etude.config.moving import FileTranslation, find_path, run_folder, text, truth
 from etude.reading.interpolate import Interpolated
 from etude.reading.origins import DEFAULT, Layer, Problem, lookup
 from etude.reading.suggest import unknown
-from etude.reading.translate import Translation
 from etude.reading.yaml12 import Path
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ACTING = ("horizon", "n_obs_steps", "n_action_steps", "temporal_ensemble_coeff", "latency_steps")
+_ACTING = ("horizon", "n_obs_steps", "image_obs_steps", "n_action_steps", "temporal_ensemble_coeff", "latency_steps")
+DATASET_FACTORIES = ("lerobot_dataset_factory", "episodic_dataset_factory")
+DATA_PATHS = ("root", "dataset_dir_l", "task_config_path")
+"""Their parameters that are paths; those of other factories are their own affair."""
 _OWN = ("schema_version", "plugins", "callbacks", "eval_data", "engine.type")
 
 
@@ -61,6 +65,8 @@ def locate_components(layer: Layer, tree: Interpolated) -> None:
         written = lookup(tree.values, path)
         if isinstance(written, str):
             found, fault = find_path(written, layer, path)
+            if path[-1] == "load_dir" and goes_on(os.path.dirname(layer.origin(path).file), _run_of(tree)):
+                fault = ""  # what was loaded is in the run's checkpoints
             tree.problems.extend([Problem(path, fault)] if fault else [])
             same = lookup(tree.stored, path) == written  # else it comes from the environment, and stays as written
             lookup(tree.values, path[:-1])[path[-1]] = found
@@ -68,22 +74,19 @@ def locate_components(layer: Layer, tree: Interpolated) -> None:
                 lookup(tree.stored, path[:-1])[path[-1]] = found
 
 
-def find_path(written: str, layer: Layer, path: Path) -> tuple[str, str]:
-    """Return where a file or directory is: beside the file that names it, or in the working directory; or the fault."""
-    name = os.path.expanduser(written)
-    if "\0" in name:
-        return written, "no such file"
-    origin = layer.origin(path)
-    beside = os.path.abspath(os.path.join(os.path.dirname(origin.file), name))
-    here = os.path.abspath(name)
-    for candidate in (beside, here):
-        if os.path.exists(candidate):
-            return candidate, ""
-    tried = f"neither {beside} nor {here}" if beside != here else f"no {here}"
-    return written, f"there is {tried}"
+def goes_on(*directories: str) -> bool:
+    """Tell whether one of these is a run that has a checkpoint, so that it takes its weights from there."""
+    named = [glob.escape(folder) for folder in directories if folder and "\0" not in folder]
+    return any(glob.glob(os.path.join(folder, "checkpoints", "step-*")) for folder in named)
 
 
-class _ComponentFile(Translation):
+def _run_of(tree: Interpolated) -> str:
+    root, name = lookup(tree.values, ("run", "root")) or "runs", lookup(tree.values, ("run", "name"))
+    is_named = isinstance(root, str) and isinstance(name, str)
+    return os.path.join(os.path.expanduser(root), name) if is_named else ""
+
+
+class _ComponentFile(FileTranslation):
     """One file under translation, section by section."""
 
     def components(self) -> None:
@@ -96,7 +99,7 @@ class _ComponentFile(Translation):
             elif not isinstance(files[name], str) or not files[name]:
                 self.fault(where, "expected the path of a model file")
             else:
-                self._move_path(where, f"policy.params.configs.{name}")
+                self.move_path(where, f"policy.params.configs.{name}")
         flags = self._named("model.component_build_args", files, ("init", "freeze"))
         self.move("model.component_build_args", "policy.params.build")
         optimizers = self._named("model.component_optims", files, ("type", "params"))
@@ -110,19 +113,20 @@ class _ComponentFile(Translation):
         # Parameters that a step does not use never stop this loop, so that engines which do not ask meet both answers.
         if self.value("engine.type") == "torch":
             self.move("model.find_unused_parameters", "engine.params.find_unused_parameters")
-        self.drop("model.find_unused_parameters", _truth)
+        self.drop("model.find_unused_parameters", truth)
         self.put("policy.type", "components", "model")
 
     def data(self) -> None:
         """Put the dataset factory and what is asked of the loader in their places."""
         self.section("data.datamodule", "name what makes the dataset: {type, params}", short=True)
         self.move("data.datamodule", "data")
+        self._locate_data()
         for key in ("batch_size", "num_workers", "pin_memory", "prefetch_factor"):
             self.move(f"data.{key}", f"training.{key}")
         workers = self.value("training.num_workers", self.value("data.num_workers", 0))
 
         def persist(value: Any) -> bool:
-            if _truth(value) and workers == 0:
+            if truth(value) and workers == 0:
                 raise ValueError("needs num_workers of at least 1: there are no workers to keep")
             if not value and workers:
                 raise ValueError("workers live as long as the run and cannot be made anew each epoch; write true")
@@ -131,6 +135,21 @@ class _ComponentFile(Translation):
         self.drop("data.persistent_workers", persist)
         if workers == 0 and self.value("data.prefetch_factor") is not None:
             self.fault("data.prefetch_factor", "needs num_workers of at least 1: nothing is made ahead without workers")
+
+    def _locate_data(self) -> None:
+        """Find data that lies beside the file; what is not there may lie in the working directory, or come later."""
+        if lookup(self.value("data.datamodule"), ("type",)) not in DATASET_FACTORIES:
+            return
+        for key in DATA_PATHS:
+            where = f"data.datamodule.params.{key}"
+            written = self.value(where)
+            paths = [written] if isinstance(written, str) else written
+            if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
+                continue
+            found = [find_path(path, self.layer, tuple(where.split("."))) for path in paths]
+            if any(not fault for _, fault in found) and not self.comes_from_environment(where):
+                located = [path for path, _ in found]
+                self.put(f"data.params.{key}", located[0] if isinstance(written, str) else located, where)
 
     def training(self) -> None:
         """Put the trainer, its loss, length, cadence, seeds and places where they belong."""
@@ -142,11 +161,13 @@ class _ComponentFile(Translation):
         self.move("seed", "policy.params.seed")
         self.move("seed", "training.seed")
         self.move("train.seed", "training.seed")
-        self._move_path("train.load_dir", "policy.params.load_dir")
-        self.move("train.save_dir", "run.root", lambda text: os.path.dirname(_folder(text)))
-        self.move("train.save_dir", "run.name", lambda text: os.path.basename(_folder(text)))
+        folder = self.value("train.save_dir")
+        is_later = isinstance(folder, str) and goes_on(os.path.expanduser(folder))
+        self.move_path("train.load_dir", "policy.params.load_dir", wanted=not is_later)
+        self.move("train.save_dir", "run.root", lambda path: os.path.dirname(run_folder(path)))
+        self.move("train.save_dir", "run.name", lambda path: os.path.basename(run_folder(path)))
         self.move("train.resume", "run.resume", self._resume)
-        self.drop("train.project_name", _text)
+        self.drop("train.project_name", text)
         for key, value in {"precision": "auto", "keep_last": None, "log_every": 1}.items():
             self.put(f"training.{key}", value)
 
@@ -154,15 +175,13 @@ class _ComponentFile(Translation):
         """Let sections of an ordinary experiment say the last word."""
         for key in _OWN:
             self.move(key, key)
-        for section in ("training", "run", "engine.params"):
-            for key in self.section(section):
-                self._move_over(f"{section}.{key}", levels=2 if key == "optimizers" else 0)
+        self.move_own(("training", "run", "engine.params"))
 
     def loggers(self) -> None:
         """Call the W&B run after the file: its project is the task, its name the project."""
         named = {"project": lookup(self.value("data.datamodule"), ("params", "task_name"))}
         named["name"] = self.value("train.project_name")
-        named = {key: text for key, text in named.items() if isinstance(text, str) and text}
+        named = {key: word for key, word in named.items() if isinstance(word, str) and word}
         self.move("loggers", "loggers")
         given = self.value("loggers")
         if self.origin("loggers") == DEFAULT and named and importlib.util.find_spec("wandb") is not None:
@@ -186,23 +205,18 @@ class _ComponentFile(Translation):
             horizon = lookup(self.value("data.datamodule"), ("params", key))
             if isinstance(horizon, int) and not isinstance(horizon, bool):
                 self.put("policy.params.horizon", horizon, f"data.datamodule.params.{key}")
-        params = lookup(self.value("data.datamodule"), ("params",)) or {}
-        for numbers, pictures in (("obs_proprio_history", "obs_images_history"), ("robot_obs_size", "img_obs_size")):
-            # Histories of different lengths train as they are told; acting keeps one for all that is seen.
-            if isinstance(params, dict) and 1 != params.get(numbers) == params.get(pictures) is not None:
-                self.put("policy.params.n_obs_steps", params[numbers], f"data.datamodule.params.{numbers}")
+        params = lookup(self.value("data.datamodule"), ("params",))
+        params = params if isinstance(params, dict) else {}
+        for keys in (("obs_proprio_history", "obs_images_history"), ("robot_obs_size", "img_obs_size")):
+            lengths = [params.get(key, 1) for key in keys]
+            if not any(key in params for key in keys) or lengths == [1, 1]:
+                continue
+            for key, place, length in zip(keys, ("n_obs_steps", "image_obs_steps"), lengths, strict=True):
+                self.put(f"policy.params.{place}", length, f"data.datamodule.params.{key}")
         for key in _ACTING:
             self.move(f"policy.params.{key}", f"policy.params.{key}")
         self.move("policy.params.actor.type", "policy.params.actor.type")
         self.move("policy.params.actor.params", "policy.params.actor.params")
-
-    def _move_over(self, key: str, levels: int) -> None:
-        value = self.value(key)
-        if levels and isinstance(value, dict) and value:
-            for inner in value:
-                self._move_over(f"{key}.{inner}", levels - 1)
-        else:
-            self.move(key, key, keep_null=True)
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -235,44 +249,15 @@ class _ComponentFile(Translation):
             place = ours if key in ("lr", "weight_decay") else f"{ours}.params"
             self.move(f"{theirs}.params.{key}", f"{place}.{key}")
 
-    def _move_path(self, theirs: str, ours: str) -> None:
-        written = self.value(theirs)
-        if not isinstance(written, str):
-            self.move(theirs, ours)
-            return
-        found, fault = find_path(written, self.layer, tuple(theirs.split(".")))
-        if fault:
-            self.fault(theirs, fault)
-        self.move(theirs, ours, lambda _: found)
-
     def _resume(self, value: Any) -> str:
         if isinstance(value, bool):
             return "auto" if value else "never"
         if value in ("auto", "never"):
             return str(value)
-        found, fault = find_path(_text(value), self.layer, ("train", "resume"))
+        found, fault = find_path(text(value), self.layer, ("train", "resume"))
         if fault:
             raise ValueError(fault)
         return found
-
-
-def _truth(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"expected true or false, got {value!r}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise ValueError(f"expected text, got {value!r}")
-    return value
-
-
-def _folder(value: Any) -> str:
-    folder = os.path.abspath(os.path.expanduser(_text(value)))
-    if not os.path.basename(folder):
-        raise ValueError(f"{value!r} cannot be the directory of a run")
-    return folder
 
 
 def _epochs(value: Any) -> str:

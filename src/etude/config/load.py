@@ -11,8 +11,10 @@ from etude.config.component_file import is_component_file, locate_components, tr
 from etude.config.components import KINDS, expand_components, fill_in, locate_plugins
 from etude.config.dump import plain
 from etude.config.presets import locate, nearest_preset
+from etude.config.recipe_file import is_recipe, translate_recipe
 from etude.config.schema import ExperimentConfig
 from etude.config.validate import validate
+from etude.errors import ConfigError
 from etude.reading import load as reading
 from etude.reading.dialect import Dialect
 from etude.reading.interpolate import Interpolated
@@ -24,7 +26,15 @@ Loaded = reading.Loaded[ExperimentConfig]
 
 
 class ExperimentFile(Dialect[ExperimentConfig]):
-    """What `etude train` reads: components from the registries, presets by name."""
+    """What `etude train` reads: components from the registries, presets by name.
+
+    Args:
+        mode: How a recipe is to be trained, if the command line says so: self-hosted or training-service.
+    """
+
+    def __init__(self, mode: str | None = None) -> None:
+        super().__init__(ExperimentConfig)
+        self.mode = mode
 
     def locate(self, name: str, folder: str = "", named_at: str = "") -> str:
         """Return the file or preset that a name means."""
@@ -45,7 +55,13 @@ class ExperimentFile(Dialect[ExperimentConfig]):
         fill_in(layer)
 
     def translate(self, layer: Layer, tree: Interpolated) -> tuple[Layer, Interpolated]:
-        """Put a file of models made of components in the words of every other."""
+        """Put a recipe, or a file of models made of components, in the words of every other."""
+        if is_recipe(tree.values):
+            return translate_recipe(layer, tree, self.mode)
+        if self.mode is not None:
+            raise ConfigError(
+                f"{layer.origin(()).file}: -m {self.mode} is for recipes, which this is not; leave it out"
+            )
         if is_component_file(tree.values):
             return translate_component_file(layer, tree)
         locate_components(layer, tree)
@@ -75,17 +91,18 @@ class ExperimentFile(Dialect[ExperimentConfig]):
         ]
 
 
-EXPERIMENT = ExperimentFile(ExperimentConfig)
+EXPERIMENT = ExperimentFile()
 
 
-def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Loaded:
-    """Load and validate an experiment file or preset; raise `ConfigError` with every mistake, one a line.
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), mode: str | None = None) -> Loaded:
+    """Load and validate an experiment file, recipe or preset; raise `ConfigError` with every mistake, one a line.
 
     Args:
         path: The file, or the name of a preset.
         overrides: `key=value` texts, such as `training.lr=1e-4`, applied in order after the files.
+        mode: How a recipe must be trained: self-hosted or training-service; None takes it from the recipe.
     """
-    return reading.load(path, overrides, EXPERIMENT)
+    return reading.load(path, overrides, EXPERIMENT if mode is None else ExperimentFile(mode))
 
 
 def _as_yaml(python: str) -> str:

@@ -49,6 +49,8 @@ def _check_component(kind: str, value: Any, stored: Any, path: Path, check: Chec
         Problem((*path, key), unknown(key, ["type", "params"])) for key in given if key not in ("type", "params")
     ]
     params, where = given.get("params"), path if isinstance(value, str) else (*path, "type")
+    if registry.is_file(given["type"]):  # of the user's, which is read when it is used
+        return problems
     try:
         signature = registry.signature(given["type"])
     except RegistryError as error:

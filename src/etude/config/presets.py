@@ -29,7 +29,7 @@ def describe_preset(path: Path) -> str:
 
 
 def locate(name: str, folder: str = "", named_at: str = "") -> str:
-    """Return the file that a name means: what lies in the folder under that name, or else a preset.
+    """Return the file that a name means: what lies in the folder under that name, else a preset, else NAME.yaml there.
 
     With a slash or a suffix of YAML it is a file, whatever the presets are called.
 
@@ -45,6 +45,8 @@ def locate(name: str, folder: str = "", named_at: str = "") -> str:
     if name not in known:
         if is_here:
             return path
+        if os.path.isfile(f"{path}.yaml"):
+            return f"{path}.yaml"
         near = did_you_mean(name, [*known, *files_in(os.path.dirname(path))])
         raise ConfigError(f"{named_at}no such file and no such preset: {name}{near or ';'} see: etude list presets")
     if os.path.isdir(path):

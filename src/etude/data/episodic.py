@@ -21,7 +21,7 @@ import torch
 from etude.data.columns import Columns
 from etude.data.convert.hdf5 import decompressed, hdf5_files, open_checked
 from etude.data.convert.recording import Array, faults, is_pictures
-from etude.data.histories import Histories, named_statistics
+from etude.data.histories import Histories, ImageWindow, Scaling, named_statistics
 from etude.data.module import split_episodes
 from etude.data.order import Indices, Keys
 from etude.data.windows import Windows, role_of, statistics
@@ -63,6 +63,7 @@ class EpisodicDatasetFactory:
         robot_obs_size: Frames of numbers of a sample, the last at its frame.
         img_obs_size: Frames of each camera, the last at its frame.
         skip_mirrored_data: Leave out files with `mirror` in their name.
+        normalization: Whether numbers are brought to mean 0 and deviation 1 (mean_std), or to -1..1 (min_max).
         split: Serve all episodes, those for training, or those held out.
         val_fraction: Share of episodes held out where `split` is train or validation.
         split_seed: Decides which.
@@ -79,6 +80,7 @@ class EpisodicDatasetFactory:
         robot_obs_size: int = 1,
         img_obs_size: int = 1,
         skip_mirrored_data: bool = False,
+        normalization: Scaling = "mean_std",
         split: Literal["all", "train", "validation"] = "all",
         val_fraction: float = 0.1,
         split_seed: int = 0,
@@ -103,7 +105,8 @@ class EpisodicDatasetFactory:
         if served != train:
             dataset = EpisodicDataset([files[number] for number in served], description, histories, options["fps"])
             dataset.stats = of_train.stats
-        return {"dataset": dataset, "norm_stats": named_statistics(dataset.stats)}
+        norm_stats = named_statistics(dataset.stats, options["normalization"], dataset.cameras)
+        return {"dataset": dataset, "norm_stats": norm_stats}
 
 
 class EpisodicDataset:
@@ -146,9 +149,14 @@ class EpisodicDataset:
         }
         return {kind: value.float().view(-1, 1, 1) for kind, value in named.items()}
 
-    def use_windows(self, observation: Sequence[int] | None = None, action: Sequence[int] | None = None) -> None:
+    def use_windows(
+        self,
+        observation: Sequence[int] | None = None,
+        action: Sequence[int] | None = None,
+        images: ImageWindow = "alike",
+    ) -> None:
         """Take what a policy asks for, where it agrees with what the dataset was told."""
-        self._take(self.histories.agreed(observation, action))
+        self._take(self.histories.agreed(observation, action, images, self.cameras))
 
     def _take(self, histories: Histories) -> None:
         self._windows = Windows(self.columns, self.ends, histories.deltas(self.columns, self.cameras), fps=self.fps)

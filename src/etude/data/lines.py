@@ -22,6 +22,8 @@ def read_json_lines(path: str | Path, what: str, *, plain: bool = False) -> Iter
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise DataError(f"the {what} of {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"the {what} of {path} cannot be read: it is no text in UTF-8") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.data.fetch import Fetch, Request
+from etude.data.histories import ImageWindow
 from etude.data.indexed import IndexedData
 from etude.data.lerobot.layout import BOOKKEEPING
 from etude.data.lerobot.reader import LeRobotDataset, mixed_stats, spec_features
@@ -79,10 +80,15 @@ class Mixture:
         batch = self.gather(np.array([range(len(self))[index]]), np.zeros(1, dtype=np.uint64))
         return {name: values[0] for name, values in batch.items()}
 
-    def use_windows(self, observation: Sequence[int] | None = None, action: Sequence[int] | None = None) -> None:
+    def use_windows(
+        self,
+        observation: Sequence[int] | None = None,
+        action: Sequence[int] | None = None,
+        images: ImageWindow = "alike",
+    ) -> None:
         """Give observations and actions of every dataset a window, as distances in frames."""
         for dataset in self.datasets:
-            dataset.use_windows(observation, action)
+            dataset.use_windows(observation, action, images)
 
     def gather(self, indices: Indices, keys: Keys) -> dict[str, Tensor]:
         """Return the samples at `indices` as one batch, in their order."""

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from etude.data.augment import Augment
+from etude.data.histories import ImageWindow
 from etude.data.lerobot.options import ReadKeywords, ReadOptions
 from etude.data.lerobot.reader import LeRobotDataset
 from etude.data.map import MapData
@@ -157,11 +158,16 @@ class LeRobotDataModule:
         """The tasks by index."""
         return self.train_dataset.tasks
 
-    def use_windows(self, observation: Sequence[int] | None = None, action: Sequence[int] | None = None) -> None:
+    def use_windows(
+        self,
+        observation: Sequence[int] | None = None,
+        action: Sequence[int] | None = None,
+        images: ImageWindow = "alike",
+    ) -> None:
         """Give observations and actions a window, as distances in frames, in training and validation."""
         for dataset in (self.train_dataset, self.val_dataset):
             if dataset is not None:
-                dataset.use_windows(observation, action)
+                dataset.use_windows(observation, action, images)
 
     # -- etude --------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ class NormStats:
         self.values: dict[str, dict[str, Tensor]] = {}
         """The statistics themselves, in float64."""
         self._affine: dict[str, tuple[Tensor, Tensor]] = {}
+        self._pixel_scales: dict[str, float] = {}
         for name, stats in norm_stats.items():
             if not isinstance(stats, Mapping):
                 raise DataError(f"norm_stats must be {{key: {{mean, std}}}}, got {type(stats).__name__} for {name!r}")
@@ -83,6 +84,9 @@ class NormStats:
             shape = next(iter(self.values[name].values())).shape
             center, width = center_and_width(name, self.values[name], mode, shape)
             self._affine[name] = center.float(), width.float()
+            # A plain number: what is exported must not look into tensors to decide what to do.
+            is_bytes = any(float(value.max()) > 1.0 for value in self.values[name].values())
+            self._pixel_scales[name] = 1.0 if is_bytes else 255.0
 
     def __contains__(self, name: object) -> bool:
         return name in self._affine
@@ -101,7 +105,7 @@ class NormStats:
         for name in self._affine:
             value = out.get(name)
             if isinstance(value, Tensor) and value.dtype == torch.uint8:
-                value = value.float() / self._pixel_scale(name)
+                value = value.float() / self._pixel_scales[name]
             if isinstance(value, Tensor) and value.is_floating_point():
                 # What never changed in the data carries no news: divided by infinity it is 0.
                 out[name] = self._map(name, value, lambda x, c, w: (x - c) / torch.where(w > 0, w, torch.inf))
@@ -114,9 +118,6 @@ class NormStats:
     def unnormalize_action(self, value: Tensor) -> Tensor:
         """Return normalised actions in the data's units."""
         return self.unnormalize("action", value)
-
-    def _pixel_scale(self, name: str) -> float:
-        return 1.0 if any(float(value.max()) > 1.0 for value in self.values[name].values()) else 255.0
 
     def _map(self, name: str, value: Tensor, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         kind = torch.promote_types(value.dtype, torch.float32)

@@ -65,13 +65,15 @@ class StreamData(Placed):
         self.close()
         self._place = place
         self._rank, self._stride, self._micros = place.rank, place.world, place.accumulate
+        for asked, key in ((place.prefetch_factor is not None, "prefetch_factor"), (place.pin_memory, "pin_memory")):
+            if asked:
+                raise DataError(
+                    f"{self._name} is read in the training process as it comes, where nothing is made ahead or pinned; "
+                    f"leave out {key}"
+                )
         if self._row is not None:
             self._length = len(self._row)
             return
-        if place.prefetch_factor is not None:
-            raise DataError(
-                f"{self._name} is read in the training process, where nothing is made ahead; leave out prefetch_factor"
-            )
         if place.num_workers:
             log.warning("%s is read in the training process; num_workers serves datasets and loaders", self._name)
         self._passes = Passes(self.source, seed=place.seed, per_step=self._per_step(place), name=self._name)

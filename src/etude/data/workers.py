@@ -24,7 +24,7 @@ from etude.errors import DataError, ShortRunError, describe_exit
 from etude.rng import fold
 
 _KILL_AFTER_S = 1.0
-_DYING_S = 0.5
+_DYING_S, _ENDING_S = 0.5, 10.0
 _UNSENDABLE = 87  # exit code of a worker whose batch could not be sent
 
 
@@ -103,9 +103,9 @@ class Workers:
         fetch: Fetch,
         number: int,
         *,
-        seed: int = 0,
-        ahead: int = 2,
-        pin_memory: bool | None = None,
+        seed: int,
+        ahead: int,
+        pin_memory: bool | None,
         begin: Callable[[int], None] | None = None,
         context: Any = None,
     ) -> None:
@@ -166,7 +166,10 @@ class Workers:
             return act()
         except (RuntimeError, OSError, EOFError) as error:
             # What a dying worker sent may be lost a moment before it is dead.
-            wait([process.sentinel for process in self._processes], _DYING_S)
+            gone = wait([process.sentinel for process in self._processes], _DYING_S)
+            for process in self._processes:
+                if process.sentinel in gone:  # its files are closed, but on a busy machine it may not have ended yet
+                    process.join(_ENDING_S)
             self.require_alive()
             raise DataError(f"loading data in worker processes failed: {error}") from error
 

@@ -14,16 +14,20 @@ from torch import nn
 
 from etude.errors import CheckpointError, Interrupted
 from etude.loop.distributed import Group
+from etude.rollouts.transcripts import Transcripts, holds_text
 from etude.runs.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from etude.runs.directory import Run, plain_config, resolve_run
 from etude.runs.durable import write_atomically
 from etude.runs.lock import DirectoryLock
 from etude.runs.loggers import LoggerGroup
-from etude.runs.metrics import MetricsLog
+from etude.runs.metrics import MetricsLog, StepLog, read_rows
 from etude.runs.tree import split_tensors
+from etude.secrets import redact_tree
+from etude.types import Rollouts
 from etude.types.duration import Progress
 
 if TYPE_CHECKING:
+    from etude.loop.session import Session
     from etude.trainer import Trainer
 
 log = logging.getLogger("etude")
@@ -54,6 +58,8 @@ class Record:
         self.directory: Path | None = None
         self.store: CheckpointStore | None = None
         self.metrics: MetricsLog | None = None
+        self.transcripts: Transcripts | None = None
+        self._written: StepLog | None = None
         self._lock: DirectoryLock | None = None
         self.loggers = LoggerGroup([])
         self.changes: list[str] = []
@@ -90,8 +96,9 @@ class Record:
 
     def __exit__(self, *_: object) -> None:
         self.loggers.close()
-        if self.metrics is not None:
-            self.metrics.close()
+        for rows in (self.metrics, self._written):
+            if rows is not None:
+                rows.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -166,6 +173,9 @@ class Record:
         run.set_status("running", step=progress.step, trainable_parameters=parameters[0], parameters=parameters[1])
         self.metrics = run.metrics()
         self.metrics.truncate_after(progress.step)
+        if run.transcripts_path.exists():
+            self._written = StepLog(run.transcripts_path)
+            self._written.truncate_after(progress.step)
         self.loggers = LoggerGroup(self.trainer.loggers)
         self.loggers.start(run.dir, config, progress.step)
 
@@ -197,6 +207,23 @@ class Record:
         if self.metrics is not None:
             self.metrics.write(step, row)
             self.loggers.log(step, row)
+
+    def transcribe(self, session: Session, step: int, rollouts: Rollouts, experience: Any) -> None:
+        """Keep a few of a step's completions for people to read, if there is text; ranks call together."""
+        if self.directory is None or not holds_text(rollouts.completed, session.policy):
+            return
+        path = Run(self.directory).transcripts_path
+        if self.transcripts is None:
+            self.transcripts = Transcripts(session.config.seed, self.group.ask_main(lambda: read_rows(path)))
+        rows = self.transcripts.choose(
+            step, [] if rollouts.are_padding else rollouts.completed, experience, session.policy, session.gather,
+            step == session.total_steps,
+        )  # fmt: skip
+        if rows and self.group.is_main:
+            with refused_writes(self.directory):
+                self._written = self._written or StepLog(path)
+            for row in rows:
+                self._written.append(redact_tree(row))
 
     def save(self, tree: Mapping[str, Any], step: int, metric: float | None) -> None:
         """Hand a checkpoint to the background writer."""

@@ -17,16 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from etude.callbacks import Callback, CallbackGroup, EarlyStop, ShowProgress
+from etude.data.histories import choose_windows
 from etude.data.statistics import NormStats
-from etude.errors import (
-    CheckpointError,
-    ConfigError,
-    Interrupted,
-    RankError,
-    ShortRunError,
-    exits_refused,
-    one_line,
-)
+from etude.errors import CheckpointError, ConfigError, Interrupted, RankError, ShortRunError, exits_refused, one_line
 from etude.loop import guard, measuring, provenance, state
 from etude.loop.distributed import Group
 from etude.loop.ema import EMA
@@ -86,6 +79,8 @@ class Session:
         self._exits.enter_context(self.signals)
         self.record = self._exits.enter_context(Record(trainer, group, resume))
         checkpoint = self.record.find_checkpoint(resume)
+        if checkpoint is None and (missing := getattr(trainer.policy, "unloaded", "")):
+            raise CheckpointError(f"{missing}, and no checkpoint that would have the weights")
         self.place = Place(
             config.seed, group.rank, group.world, config.batch_size, config.gradient_accumulation_steps,
             config.num_workers, config.shuffle, state.order_version(checkpoint), config.prefetch_factor,
@@ -307,8 +302,9 @@ class Session:
         # In the arithmetic of the loss, or the rounding of one would pass for a ratio of probabilities.
         with timed(getattr(self.data, "timings", {}), "prepare"), self.precision.forward():
             return learn_from(
-                taken, self.trainer.algorithm, self.policy, self.place, step, self.gather, self.group.device
-            )
+                taken, self.trainer.algorithm, self.policy, self.place, step, self.gather, self.group.device,
+                lambda experience: self.record.transcribe(self, step + 1, taken, experience),
+            )  # fmt: skip
 
     def gather(self, value: Any) -> list[Any]:
         """Return the plain value of every rank, in order; to wait for a slower rank does not count as hanging."""
@@ -334,9 +330,8 @@ class Session:
 
         For whoever waits while a step is fetched. Ranks that train together go on to where they all see the signal.
         """
-        signals = self.signals
-        if signals.received and self.group.world == 1 and time.monotonic() - signals.received_s > patience_s:
-            self._interrupt(signals.received)
+        if self.group.world == 1 and self.signals.is_pressing(patience_s):
+            self._interrupt(self.signals.received)
 
     def _interrupt(self, signum: int) -> None:
         # Ranks may each have got a signal; the sum says only that one did.
@@ -438,13 +433,3 @@ class Session:
             module.eval()
         for optimization in self.optimizations.values():
             optimization.set_mode(training=True)
-
-
-def choose_windows(policy: nn.Module, *sources: Any) -> None:
-    """Let data that is cut into windows of time take them from the policy: frames seen, actions planned."""
-    if getattr(policy, "action_delta_indices", None) is None:
-        return
-    for source in sources:
-        data = getattr(source, "dataset", source)
-        if hasattr(data, "use_windows"):
-            data.use_windows(observation=policy.observation_delta_indices, action=policy.action_delta_indices)

@@ -35,6 +35,10 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def is_pressing(self, patience_s: float = 2.0) -> bool:
+        """Tell whether a signal came so long ago that there is no more waiting."""
+        return bool(self.received) and time.monotonic() - self.received_s > patience_s
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received and number == signal.SIGHUP:
             return  # a closing terminal says so twice: the kernel to its foreground, the shell to its jobs

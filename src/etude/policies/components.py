@@ -50,6 +50,7 @@ class ComponentPolicy(PolicyModule, nn.ModuleDict):
         actor: The trainer, by registry key, whose `sample_actions` chooses actions, with parameters for it.
         horizon: Actions in a chunk; None leaves windows to the data, and then the policy does not act.
         n_obs_steps: Observations in a row that the policy sees.
+        image_obs_steps: Pictures in a row, where they are not as many.
         n_action_steps: Actions executed of each chunk; None is all of them.
         temporal_ensemble_coeff: Weight of the executor's temporal ensembling; None is none.
         latency_steps: Control steps that computing a chunk takes.
@@ -67,10 +68,14 @@ class ComponentPolicy(PolicyModule, nn.ModuleDict):
         *,
         horizon: int | None = None,
         n_obs_steps: int = 1,
+        image_obs_steps: int | None = None,
         n_action_steps: int | None = None,
         temporal_ensemble_coeff: float | None = None,
         latency_steps: int = 0,
     ) -> None:
+        self._image_obs_steps = n_obs_steps if image_obs_steps is None else image_obs_steps
+        if self._image_obs_steps < 1:
+            raise ConfigError(f"image_obs_steps must be at least 1, got {image_obs_steps}")
         super().__init__(
             1 if horizon is None else horizon,
             n_obs_steps=n_obs_steps,
@@ -80,6 +85,8 @@ class ComponentPolicy(PolicyModule, nn.ModuleDict):
         )
         self.statistics: NormStats | None = None
         """What batches are normalised by, and actions brought back with."""
+        self.unloaded = ""
+        """What is missing where weights were not loaded, because a checkpoint is to bring them."""
         self._has_horizon = horizon is not None
         self._actor, self._sampler = _find_actor(actor)
         self.build_options = _checked_options(configs, build or {})
@@ -139,6 +146,20 @@ class ComponentPolicy(PolicyModule, nn.ModuleDict):
         self.statistics = statistics
 
     @property
+    def observation_delta_indices(self) -> list[int] | None:
+        """Distances in frames of the observations that acting keeps: of numbers and pictures, the longer history."""
+        return _frames(max(self.n_obs_steps, self._image_obs_steps))
+
+    @property
+    def windows(self) -> dict[str, list[int] | None]:
+        """What batches hold, as distances in frames, by kind."""
+        return {
+            "observation": _frames(self.n_obs_steps),
+            "images": _frames(self._image_obs_steps),
+            "action": self.action_delta_indices,
+        }
+
+    @property
     def action_delta_indices(self) -> list[int] | None:  # type: ignore[override]  # None: the data knows
         """Distances in frames of the actions in a batch; None leaves windows to the data."""
         return list(range(self.horizon)) if self._has_horizon else None
@@ -161,10 +182,19 @@ class ComponentPolicy(PolicyModule, nn.ModuleDict):
 
     def normalize_observation(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         """Return an observation as batches come in training."""
+        seen = {name: self._recent(name, value) for name, value in observation.items()}
         if self.statistics is None:
-            return dict(observation)
-        normal: dict[str, Any] = self.statistics.normalize(observation, complete=False)
+            return seen
+        normal: dict[str, Any] = self.statistics.normalize(seen, complete=False)
         return normal
+
+    def _recent(self, name: str, value: Any) -> Any:
+        """Return as many of the latest frames as batches hold of this feature, where more are kept for another."""
+        feature = self.spec.features.get(name)
+        if feature is None or not isinstance(value, Tensor) or value.dim() != 2 + len(feature.shape):
+            return value
+        steps = self._image_obs_steps if feature.role == "image" else self.n_obs_steps
+        return value[:, -1] if steps == 1 else value[:, -steps:]
 
     def unnormalize_action(self, actions: Tensor) -> Tensor:
         """Return actions in the data's units."""
@@ -205,6 +235,10 @@ class ComponentPolicy(PolicyModule, nn.ModuleDict):
         if self.statistics is not None:
             described["norm_stats"] = self.statistics.to_json()
         return described
+
+
+def _frames(steps: int) -> list[int] | None:
+    return None if steps == 1 else list(range(1 - steps, 1))
 
 
 def _seeded(seed: int | None, name: str, purpose: int) -> AbstractContextManager[None]:

@@ -122,23 +122,26 @@ class DiT(_OnActions):
         return out
 
 
-class DecoderBlock(nn.Module):
-    """Attention to the sequence, attention to the memory, and a perceptron, each after a normalisation."""
+class TransformerBlock(nn.Module):
+    """Attention to the sequence, to a memory if there is one, and a perceptron, each after a normalisation."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, *, memory: bool) -> None:
         super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(3)])
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(3 if memory else 2)])
         self.attention = Attention(width, heads, dropout)
-        self.cross_attention = Attention(width, heads, dropout)
+        self.cross_attention = Attention(width, heads, dropout) if memory else None
         self.perceptron = perceptron(width, dropout)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x_BHW: Tensor, memory_BTW: Tensor, mask_HH: Tensor | None, mask_HT: Tensor | None) -> Tensor:
-        """Return the block's output."""
-        first, second, third = self.norms
+    def forward(
+        self, x_BHW: Tensor, mask_HH: Tensor | None, memory_BTW: Tensor | None = None, mask_HT: Tensor | None = None
+    ) -> Tensor:
+        """Return the sequence one block on; a mask is true where a token may look."""
+        first, *middle, last = self.norms
         x_BHW = x_BHW + self.drop(self.attention(first(x_BHW), mask_HT=mask_HH))
-        x_BHW = x_BHW + self.drop(self.cross_attention(second(x_BHW), memory_BTW, mask_HT))
-        out: Tensor = x_BHW + self.drop(self.perceptron(third(x_BHW)))
+        if self.cross_attention is not None:
+            x_BHW = x_BHW + self.drop(self.cross_attention(middle[0](x_BHW), memory_BTW, mask_HT))
+        out: Tensor = x_BHW + self.drop(self.perceptron(last(x_BHW)))
         return out
 
 
@@ -178,7 +181,7 @@ class DenoisingTransformer(_OnActions):
         self.condition = nn.Linear(condition_dim, width)
         self.condition_positions = nn.Parameter(torch.empty(1, 1 + n_obs_steps, width))
         self.encoder = nn.Sequential(nn.Linear(width, 4 * width), nn.Mish(), nn.Linear(4 * width, width))
-        self.blocks = nn.ModuleList([DecoderBlock(width, n_heads, dropout) for _ in range(n_layers)])
+        self.blocks = nn.ModuleList([TransformerBlock(width, n_heads, dropout, memory=True) for _ in range(n_layers)])
         self.norm = nn.LayerNorm(width)
         self.outward = nn.Linear(width, action_dim)
         _initialise(self)
@@ -194,7 +197,7 @@ class DenoisingTransformer(_OnActions):
         memory_BTW = self.encoder(tokens_BTW)
         x_BHW = self.inward(noisy_BHA) + self.positions
         for block in self.blocks:
-            x_BHW = block(x_BHW, memory_BTW, self.mask_HH, self.mask_HT)
+            x_BHW = block(x_BHW, self.mask_HH, memory_BTW, self.mask_HT)
         out: Tensor = self.outward(self.norm(x_BHW))
         return out
 

@@ -19,7 +19,7 @@ from etude.errors import ConfigError
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": functional.relu, "gelu": functional.gelu}
 
 
-class Attention(nn.Module):
+class TimeFirstAttention(nn.Module):
     """Multi-head attention, with the parameters of `torch.nn.MultiheadAttention`.
 
     Args:
@@ -84,7 +84,7 @@ class FeedForward(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """What encoder and decoder layers share: residual steps, normalised before or after.
 
     Args:
@@ -107,7 +107,7 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.dropout, self.pre_norm = dropout, pre_norm
-        self.self_attention = Attention(width, heads, dropout)
+        self.self_attention = TimeFirstAttention(width, heads, dropout)
         self.feed_forward = FeedForward(width, hidden, dropout, activation)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
 
@@ -121,8 +121,8 @@ class Layer(nn.Module):
         return tokens + change if self.pre_norm else norm(tokens + change)
 
 
-class EncoderLayer(Layer):
-    """Self-attention and a feed-forward network; see `Layer`."""
+class EncoderLayer(TransformerLayer):
+    """Self-attention and a feed-forward network; see `TransformerLayer`."""
 
     def forward(
         self, tokens: Tensor, positions: Tensor, bias_B1S: Tensor | None = None, keep: int | None = None
@@ -135,12 +135,12 @@ class EncoderLayer(Layer):
         return self.after(tokens, self.feed_forward(self.before(tokens, self.norm2)), self.norm2)
 
 
-class DecoderLayer(Layer):
-    """Self-attention, attention to a memory, and a feed-forward network; see `Layer`."""
+class DecoderLayer(TransformerLayer):
+    """Self-attention, attention to a memory, and a feed-forward network; see `TransformerLayer`."""
 
     def __init__(self, width: int, heads: int, *sizes: Any) -> None:
         super().__init__(width, heads, *sizes)
-        self.cross_attention = Attention(width, heads, self.dropout)
+        self.cross_attention = TimeFirstAttention(width, heads, self.dropout)
         self.norm3 = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor, positions: Tensor, memory: Tensor, memory_positions: Tensor) -> Tensor:

@@ -85,6 +85,10 @@ class _Composer:
                 raise ConfigError(f"{place}: defaults: must be a list of file names, or of {{label: file name}}")
             if "${" in entry:
                 raise ConfigError(f"{origin}: defaults: ${{...}} is not available here; write the file name")
+            if entry == "_self_":
+                if index < len(entries) - 1:
+                    raise ConfigError(f"{origin}: defaults: a file's own keys come last; move _self_ to the end")
+                continue
             base = os.path.normpath(
                 self.dialect.locate(os.path.expanduser(entry), os.path.dirname(path), f"{origin}: ")
             )

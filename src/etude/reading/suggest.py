@@ -15,7 +15,14 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("eval_every", "eval_steps", "val_check_interval"), ("evaluate_every",)),
     **dict.fromkeys(("save_steps", "checkpoint_every", "save_interval"), ("save_every",)),
     **dict.fromkeys(("logging_steps", "log_every_n_steps", "log_interval"), ("log_every",)),
-    **dict.fromkeys(("amp", "dtype", "mixed_precision"), ("precision",)),
+    **dict.fromkeys(("amp", "dtype", "mixed_precision", "bf16", "fp16"), ("precision",)),
+    **dict.fromkeys(("num_generations", "num_completions", "n_samples"), ("group_size",)),
+    **dict.fromkeys(("max_completion_length", "max_tokens", "response_length"), ("max_new_tokens",)),
+    **dict.fromkeys(("generation_batch_size", "prompts_per_batch"), ("prompts_per_step",)),
+    **dict.fromkeys(("loss_type", "loss_agg_mode"), ("aggregation",)),
+    **{"num_iterations": ("epochs",), "epsilon": ("clip_low",), "epsilon_high": ("clip_high",)},
+    **{"scale_rewards": ("std",), "peft_config": ("lora",), "output_dir": ("run",), "report_to": ("loggers",)},
+    **{"args": ("config",), "eval_dataset": ("callbacks",)},
 }
 """What other libraries call a setting of ours."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from etude.reading.interpolate import Interpolated, Interpolation
@@ -35,13 +36,13 @@ class Translation:
             convert: Makes our value of theirs; a ValueError of it says what is wrong.
             keep_null: Whether null is a value rather than none.
         """
-        source, target = tuple(theirs.split(".")), tuple(ours.split("."))
+        source, target = tuple(theirs.split(".")), _place(ours)
         self._known.add(source)
         value, stored = lookup(self._tree.values, source), lookup(self._tree.stored, source)
         if value is None and stored is None and not keep_null:
             return
         if convert is not None:
-            if any(isinstance(text, Interpolation) for _, text in leaves(stored)):
+            if self.comes_from_environment(theirs):
                 self._problems.append(Problem(source, "cannot come from the environment; write it out"))
                 return
             try:
@@ -60,7 +61,7 @@ class Translation:
 
     def put(self, ours: str, value: Any, theirs: str = "") -> None:
         """Set one of our keys; errors name a key of the file that it follows from, if there is one."""
-        target = tuple(ours.split("."))
+        target = _place(ours)
         self._origins[target] = replace(self.layer.origin(tuple(theirs.split("."))), key=theirs) if theirs else DEFAULT
         _put(self._values, target, value)
         _put(self._stored, target, value)
@@ -79,6 +80,11 @@ class Translation:
         """Return the value at a key of the file."""
         found = lookup(self._tree.values, tuple(theirs.split(".")))
         return otherwise if found is None else found
+
+    def comes_from_environment(self, theirs: str) -> bool:
+        """Tell whether a part of a value is kept out of what is stored."""
+        stored = lookup(self._tree.stored, tuple(theirs.split(".")))
+        return any(isinstance(text, Interpolation) for _, text in leaves(stored))
 
     def origin(self, theirs: str) -> Origin:
         """Return where a key of the file was set."""
@@ -126,8 +132,13 @@ class Translation:
                 self._problems.append(Problem(here, "expected a mapping"))
 
 
-def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for key in path[:-1]:
-        inner = tree.get(key)
-        tree[key] = tree = dict(inner) if isinstance(inner, dict) else {}  # what was moved whole is the file's own
+def _place(ours: str) -> Path:
+    return tuple(int(part) if part.isdecimal() else part for part in ours.split("."))  # numbers index lists
+
+
+def _put(tree: Any, path: Path, value: Any) -> None:
+    for key, following in pairwise(path):  # what was moved whole is the file's own, and copied before it is changed
+        inner = tree[key] if isinstance(tree, list) else tree.get(key)
+        kind: Any = list if isinstance(following, int) else dict
+        tree[key] = tree = kind(inner) if isinstance(inner, kind) else kind()
     tree[path[-1]] = value

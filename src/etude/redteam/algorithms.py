@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -25,16 +26,22 @@ from etude.types import is_number
 Credit = Literal["immediate", "best", "mean"]
 
 
+@dataclass(eq=False, repr=False)
 class _TreeSolver(Solver):
-    def __init__(self, system: System, credit: Credit, gamma: float) -> None:
-        super().__init__(system)
-        if not hasattr(system, "auditor_logprobs"):
-            raise ConfigError(f"{type(self).__name__} needs a System first, got {type(system).__name__}")
-        if credit not in ("immediate", "best", "mean"):
-            raise ConfigError(f"unknown credit {credit!r}; choose from immediate, best, mean")
-        if not 0 <= gamma <= 1:
-            raise ConfigError(f"gamma must be between 0 and 1, got {gamma}")
-        self.credit, self.gamma = credit, gamma
+    system: System
+    """Whose auditor is trained."""
+    credit: Credit = field(default="immediate", kw_only=True)
+    """What a turn is worth, see the module."""
+    gamma: float = field(default=0.9, kw_only=True)
+    """Discount of the turns that follow."""
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.system, "auditor_logprobs"):
+            raise ConfigError(f"{type(self).__name__} needs a System first, got {type(self.system).__name__}")
+        if self.credit not in ("immediate", "best", "mean"):
+            raise ConfigError(f"unknown credit {self.credit!r}; choose from immediate, best, mean")
+        if not 0 <= self.gamma <= 1:
+            raise ConfigError(f"gamma must be between 0 and 1, got {self.gamma}")
 
     def worth(self, node: Node) -> float:
         """Return the credit of a turn."""
@@ -55,36 +62,24 @@ def _sampled(node: Node) -> tuple[Any, Any]:
     return (kept["prompt"], kept["tokens"]) if kept else (node.context, node.probe)
 
 
+@dataclass(eq=False, repr=False)
 class DPO(_TreeSolver):
     """Prefer the better of two probes of one context, relative to the baseline: -log sigmoid(beta h)."""
 
     samples = "pairs"
     no_samples = "all probes of each context earned the same, or said the same"
 
-    def __init__(
-        self,
-        system: System,
-        beta: float = 0.1,
-        *,
-        pairs: Literal["extreme", "all"] = "extreme",
-        credit: Credit = "immediate",
-        gamma: float = 0.9,
-    ) -> None:
-        """Choose how pairs are made and weighed.
+    beta: float = 0.1
+    """How strongly the auditor is held to the baseline."""
+    pairs: Literal["extreme", "all"] = field(default="extreme", kw_only=True)
+    """The best and the worst of each group of siblings, or all pairs that differ in credit."""
 
-        Args:
-            system: Whose auditor is trained.
-            beta: How strongly it is held to the baseline.
-            pairs: The best and the worst of each group of siblings, or all pairs that differ in credit.
-            credit: What a turn is worth, see the module.
-            gamma: Discount of the turns that follow.
-        """
-        super().__init__(system, credit, gamma)
-        if not is_number(beta) or beta <= 0:
-            raise ConfigError(f"beta must be a positive number, got {beta!r}")
-        if pairs not in ("extreme", "all"):
-            raise ConfigError(f"unknown pairs {pairs!r}; choose from extreme, all")
-        self.beta, self.pairs = beta, pairs
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_number(self.beta) or self.beta <= 0:
+            raise ConfigError(f"beta must be a positive number, got {self.beta!r}")
+        if self.pairs not in ("extreme", "all"):
+            raise ConfigError(f"unknown pairs {self.pairs!r}; choose from extreme, all")
 
     def flatten(self, graph: Graph) -> Sequence[Any]:
         """Return pairs of siblings. Equal credit makes none, and neither do two that say the same."""
@@ -140,6 +135,7 @@ class IPO(DPO):
         return losses.ipo(logits_P, beta=self.beta)
 
 
+@dataclass(eq=False, repr=False)
 class PPO(_TreeSolver):
     """Reinforce probes by what they earned beyond expectation, with the ratio to how likely they were when sampled.
 
@@ -148,37 +144,27 @@ class PPO(_TreeSolver):
 
     samples = "turns"
 
-    def __init__(
-        self,
-        system: ValueFunctionSystem,
-        clip_range: float = 0.1,
-        vf_loss_coef: float = 1.0,
-        *,
-        kl_coef: float = 0.0,
-        epochs: int = 1,
-        whiten: bool = True,
-        credit: Credit = "immediate",
-        gamma: float = 0.9,
-    ) -> None:
-        """Choose the terms of the loss.
+    system: ValueFunctionSystem
+    """Whose auditor is trained; it must estimate values."""
+    clip_range: float = 0.1
+    """How far the ratio may leave 1 before its gradient is cut."""
+    vf_loss_coef: float = 1.0
+    """Weight of the value's squared error."""
+    kl_coef: float = field(default=0.0, kw_only=True)
+    """Weight of the divergence from the baseline (k2)."""
+    epochs: int = field(default=1, kw_only=True)
+    """How often each turn of an experience is learned from."""
+    whiten: bool = field(default=True, kw_only=True)
+    """Whether advantages of a batch are brought to mean 0 and variance 1."""
 
-        Args:
-            system: Whose auditor is trained; it must estimate values.
-            clip_range: How far the ratio may leave 1 before its gradient is cut.
-            vf_loss_coef: Weight of the value's squared error.
-            kl_coef: Weight of the divergence from the baseline (k2).
-            epochs: How often each turn of an experience is learned from.
-            whiten: Whether advantages of a batch are brought to mean 0 and variance 1.
-            credit: What a turn is worth, see the module.
-            gamma: Discount of the turns that follow.
-        """
-        super().__init__(system, credit, gamma)
-        if not callable(getattr(system, "value", None)) or getattr(system, "has_values", True) is False:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(getattr(self.system, "value", None)) or getattr(self.system, "has_values", True) is False:
             raise ConfigError("PPO needs values: give the system value_head=True, or a ValueFunctionSystem of yours")
-        if clip_range <= 0 or epochs < 1:
-            raise ConfigError(f"clip_range must be positive and epochs at least 1, got {clip_range} and {epochs}")
-        self.clip_range, self.vf_loss_coef, self.kl_coef = clip_range, vf_loss_coef, kl_coef
-        self.epochs, self.whiten = epochs, whiten
+        if self.clip_range <= 0 or self.epochs < 1:
+            raise ConfigError(
+                f"clip_range must be positive and epochs at least 1, got {self.clip_range} and {self.epochs}"
+            )
 
     def flatten(self, graph: Graph) -> Sequence[Any]:
         """Return every turn with the log-probabilities of its probe when it was sampled."""

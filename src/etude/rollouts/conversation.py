@@ -37,6 +37,7 @@ def begin(task: Task, prompt: Sequence[int], key: int, *, group_id: str, run_id:
     return Trajectory(
         list(prompt), [0] * len(prompt), None, task=task, key=key, logprobs=[0.0] * len(prompt), group_id=group_id,
         run_id=run_id, task_id=task.id, text="", finish_reason="stop", scores={}, error=None, turns=0,
+        data_source=str(task.metadata.get("data_source", "")),
     )  # fmt: skip
 
 

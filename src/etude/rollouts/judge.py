@@ -78,7 +78,7 @@ class Judge:
             glance: Called a few times a second while waiting; may raise.
         """
         try:
-            pipe = self._started()
+            pipe = self.start()
             try:
                 pipe.send((seed, list(items)))
             except (OSError, EOFError):
@@ -97,7 +97,8 @@ class Judge:
             self.close()
             raise
 
-    def _started(self) -> Connection:
+    def start(self) -> Connection:
+        """Make the process unless it is there; return the way to it."""
         if self._process is not None and self._process.is_alive():
             kept: Connection = self._pipe
             return kept

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from etude.callbacks import EvaluateEvery
 from etude.errors import ConfigError, RolloutError
 from etude.rng import STREAM_EVALUATE, fold
+from etude.rollouts.drawing import of_runs, paid
+from etude.rollouts.sources import keep_short
 from etude.rollouts.text import TextRollouts, as_mapping
 from etude.signatures.nested import ComponentOf
+from etude.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
 class EvaluateRewards(EvaluateEvery):
     """Draw completions of held-out tasks every so often and at the end; logged as eval/reward.
+
+    Where the data has an agent, it works on these tasks too. The same numbers are logged as `val/reward` and
+    `val/<score>`, and where tasks have a `data_source` as `val/<data_source>_reward` and so on for each of these.
 
     With `training.best_metric: eval/reward` and `training.best_mode: max` the best checkpoint earns the most.
 
@@ -56,11 +62,13 @@ class EvaluateRewards(EvaluateEvery):
         data: Any = trainer.data
         if not isinstance(data, TextRollouts):
             raise ConfigError("evaluate_rewards goes with data of type rollouts")
-        self._rollouts = TextRollouts(
-            **self._given, chat=data.chat, conversation=data.conversation, max_turns=data.max_turns
-        )
-        if self._rollouts.rewards is not None:
-            self._rollouts.rewards.judge.release = trainer.session.written_tensors
+        drawn = self._rollouts = TextRollouts(
+            **self._given, chat=data.chat, conversation=data.conversation, max_turns=data.max_turns,
+            agent=data.given_agent, agent_timeout_s=data.agent_timeout_s, on_error=data.on_error, retries=data.retries,
+        )  # fmt: skip
+        drawn.tasks = keep_short(drawn.tasks, lambda task: drawn.encode(trainer.policy, task), trainer.rank == 0)
+        if drawn.rewards is not None:
+            drawn.rewards.judge.release = trainer.session.written_tensors
         sampling = replace(data.sampling, greedy=self._greedy)
         if self._max_new_tokens is not None:
             sampling = replace(sampling, max_new_tokens=self._max_new_tokens)
@@ -81,15 +89,26 @@ class EvaluateRewards(EvaluateEvery):
         count = len(drawn.tasks) if self.limit is None else min(len(drawn.tasks), self.limit)
         tasks = [drawn.tasks[index] for index in range(count)]
         seed = fold(trainer.config.seed, STREAM_EVALUATE)
-        rollouts = drawn.draw(trainer.policy, range(count), seed, tasks)
-        drawn.reward(rollouts)
-        good = [rollout for rollout in rollouts if rollout.reward is not None]
+        rollouts = of_runs(drawn.collect(trainer.policy, range(count), seed, tasks))
+        good = paid(rollouts)
         if not good:
             raise RolloutError(f"all {len(rollouts)} rollouts of an evaluation failed; the first: {rollouts[0].error}")
         if trainer.run is not None:
             path = trainer.run.dir / "evaluation" / f"step-{trainer.progress.step:08d}.jsonl"
             path.parent.mkdir(exist_ok=True)
             path.write_text("".join(json.dumps(as_mapping(rollout)) + "\n" for rollout in rollouts))
-        names = sorted({name for rollout in good for name in rollout.scores})
-        found = {"reward": sum(rollout.reward for rollout in good) / len(good)}
-        return found | {f"eval/{name}": sum(r.scores.get(name, 0.0) for r in good) / len(good) for name in names}
+        means = _means(good)
+        found = {f"{kind}/{name}": value for kind in ("eval", "val") for name, value in means.items()}
+        sources = {rollout.data_source for rollout in good} - {""}
+        for source in sorted(sources):
+            own = _means([rollout for rollout in good if rollout.data_source == source])
+            found |= {f"val/{source}_{name}": value for name, value in own.items()}
+        return found | {"val/num_samples": float(len(good))}
+
+
+def _means(rollouts: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean reward and the mean of each score."""
+    names = sorted({name for rollout in rollouts for name in rollout.scores} - {"reward"})
+    count = len(rollouts)
+    found = {"reward": sum(rollout.reward for rollout in rollouts) / count}
+    return found | {name: sum(rollout.scores.get(name, 0.0) for rollout in rollouts) / count for name in names}

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,6 +53,8 @@ class Rewards:
 
     glance: Callable[[], None] | None = None
     """Called a few times a second while a call is waited for; may raise."""
+    random: Any = random
+    """Whose `getrandbits` says where a function that draws begins."""
 
     def __init__(
         self, function: RewardFunction, timeout_s: float | None = 10.0, on_error: Literal["drop", "stop"] = "drop"
@@ -91,7 +94,7 @@ class Rewards:
     def _watched(self, items: Sequence[tuple[Task, str]], timeout_s: float) -> list[Outcome]:
         """Work the items off elsewhere; one that takes too long is given up together with whoever works on it."""
         outcomes: list[Outcome] = []
-        seed = random.getrandbits(62)  # so that a function that draws draws the same in a resumed run
+        seed = self.random.getrandbits(62)  # so that a function that draws draws the same in a resumed run
         while len(outcomes) < len(items):
             before, rest = len(outcomes), items[len(outcomes) :]
             error = self._in_process(rest, outcomes, timeout_s, fold(seed, before))
@@ -136,6 +139,12 @@ class Rewards:
                 f"the reward function took longer than {timeout_s:g} s, or ended its process, on {self._hung} rollouts "
                 "in a row; mend it, or give it more time with reward_timeout_s"
             )
+
+    def get_ready(self) -> None:
+        """Start the process now, if there is to be one."""
+        if self.timeout_s is not None and not self._in_threads and not _uses_cuda():
+            with suppress(TimeoutError, EOFError, ConnectionError):  # the first call tries again, and says why
+                self.judge.start()
 
     def close(self) -> None:
         """End the process, if there is one."""

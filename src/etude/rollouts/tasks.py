@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.data.lines import read_json_lines
+from etude.data.rows import read_rows
 from etude.errors import ConfigError, DataError, MissingExtraError
 from etude.rng import fold
 
@@ -25,13 +25,15 @@ class Task:
     id: str = ""
     """Names the task in logs; completions of one task form a group."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, str], ...] = ()
+    """The prompt as chat messages, if it was given as such; `prompt` is then what the last of them says."""
 
 
 class Prompts(Sequence[Task]):
-    """Tasks from a list of texts, or of mappings with `prompt` and perhaps `answer`."""
+    """Tasks from a list of texts, or of mappings with `prompt` (a text or chat messages) and perhaps `answer`."""
 
     def __init__(self, prompts: Sequence[str | Mapping[str, Any] | Task]) -> None:
-        self._tasks = [_as_task(prompt, index) for index, prompt in enumerate(prompts)]
+        self._tasks = [_as_task(prompt, index, f"prompt {index}") for index, prompt in enumerate(prompts)]
         if not self._tasks:
             raise DataError("there are no prompts; give at least one")
 
@@ -42,22 +44,69 @@ class Prompts(Sequence[Task]):
         return self._tasks[index]
 
 
-def _as_task(given: Any, index: int) -> Task:
+_KEYS = ("prompt", "answer", "id")
+
+
+def _as_task(given: Any, index: int, place: str, keys: Sequence[str] = _KEYS) -> Task:
+    """Return a task from what was given at a place; `keys` name its prompt, its answer and its id."""
     if isinstance(given, Task):
         return given
     if isinstance(given, str):
         return Task(given, id=str(index))
-    if isinstance(given, Mapping) and isinstance(given.get("prompt"), str):
-        rest = {key: value for key, value in given.items() if key not in ("prompt", "answer", "id")}
-        return Task(given["prompt"], str(given.get("answer", "")), str(given.get("id", index)), rest)
-    raise DataError(f"prompt {index} must be a text or a mapping with the key 'prompt', got {given!r}")
+    prompt_key, answer_key, id_key = keys
+    if not isinstance(given, Mapping) or prompt_key not in given:
+        raise DataError(f"{place} must be a text or a mapping with the key {prompt_key!r}, got {given!r:.200}")
+    for key, known in ((answer_key, "answer"), (id_key, "id")):
+        if key != known and key not in given:
+            raise DataError(f"{place} has no {key!r}; it has {', '.join(map(repr, given))}")
+    prompt, messages = given[prompt_key], ()
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+        prompt, messages = _as_messages(prompt, place)
+    if not isinstance(prompt, str) or not prompt:
+        raise DataError(f"{place}: {prompt_key!r} must be a text or a list of chat messages, got {prompt!r:.200}")
+    answer, name = given.get(answer_key), given.get(id_key)
+    rest = {key: value for key, value in given.items() if key not in keys}
+    return Task(prompt, "" if answer is None else str(answer), str(index if name is None else name), rest, messages)
+
+
+def _as_messages(given: Sequence[Any], place: str) -> tuple[str, Any]:
+    for message in given:
+        texts = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not texts:
+            raise DataError(f"{place}: a chat message has the texts 'role' and 'content', got {message!r:.200}")
+    return (given[-1]["content"] if given else ""), tuple(dict(message) for message in given)
 
 
 class PromptFile(Prompts):
-    """Tasks from a file with one JSON object (or text) in each line."""
+    """Tasks from files: JSON lines (or plain lines), CSV or parquet, told apart by how their names end.
 
-    def __init__(self, path: str | Path) -> None:
-        super().__init__([row for _, row in read_json_lines(path, "prompts", plain=True)])
+    Args:
+        path: The file, or several.
+        prompt_key: Where a row has its prompt: a text, or a list of chat messages.
+        answer_key: Where it has the answer; rows may go without, unless another name is given.
+        id_key: Where it has the name of the task; rows are counted where there is none, unless another name is given.
+        max_prompt_length: Leave out prompts of more tokens; None keeps all. How many is said when drawing starts.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | list[str],
+        prompt_key: str = "prompt",
+        answer_key: str = "answer",
+        id_key: str = "id",
+        max_prompt_length: int | None = None,
+    ) -> None:
+        if max_prompt_length is not None and max_prompt_length < 1:
+            raise ConfigError(f"max_prompt_length must be at least 1, or null for no limit; got {max_prompt_length}")
+        self.max_prompt_length = max_prompt_length
+        tasks: list[Task] = []
+        for one in path if isinstance(path, Sequence) and not isinstance(path, str) else [path]:
+            before = len(tasks)
+            for place, row in read_rows(one, "prompts", plain=True):
+                tasks.append(_as_task(row, len(tasks), place, (prompt_key, answer_key, id_key)))
+            if len(tasks) == before:
+                raise DataError(f"{one} has no prompts; give at least one")
+        super().__init__(tasks)
 
 
 class Addition(Sequence[Task]):

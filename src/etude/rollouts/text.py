@@ -1,31 +1,33 @@
 """Text rollouts as Data: each step draws completions of prompts with the policy as it is, rewards them, and trains.
 
-One step is one experience: `prompts_per_step` prompts with `group_size` completions each, over all ranks. Everything is
-a function of (seed, step, prompt, completion), so that a resumed run draws the same completions.
+One step is one experience: `prompts_per_step` prompts with `group_size` completions each, over all ranks, or what a
+pool makes of several such draws. Everything is a function of (seed, draw, prompt, completion), so that a resumed run
+draws the same completions; what waits in a pool is part of the checkpoint.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-import torch
 
-from etude.algorithms.advantages import informative
 from etude.data.order import Order
-from etude.data.text import encode_continuation
 from etude.errors import ConfigError, RolloutError
 from etude.policies.language.sampling import Sampling
 from etude.rng import STREAM_ROLLOUT, fold
-from etude.rollouts.conversation import Conversation, add_completion, begin, hear
-from etude.rollouts.measures import measure_rewards, timed
-from etude.rollouts.rewards import RewardFunction, Rewards
-from etude.rollouts.sources import make_reward, make_tasks
+from etude.rollouts.agents import make_agent
+from etude.rollouts.ahead import Ahead
+from etude.rollouts.conversation import Conversation, begin
+from etude.rollouts.drawing import Drawing, OnError, of_runs, paid
+from etude.rollouts.measures import measure_rewards
+from etude.rollouts.pool import TrajectoryPool
+from etude.rollouts.replacing import compare_with_greedy, replace_equal_groups
+from etude.rollouts.rewards import Rewards
+from etude.rollouts.sources import keep_short, make_pool, make_reward, make_tasks
 from etude.rollouts.tasks import Task
-from etude.signatures.nested import ComponentOf
+from etude.signatures.nested import ComponentOf, ParametersOf
 from etude.types import DataSpec, Rollouts
 from etude.types.protocols import Place
 from etude.types.trajectory import Trajectory
@@ -35,14 +37,20 @@ if TYPE_CHECKING:
 
     from etude.trainer import Trainer
 
+log = logging.getLogger("etude")
 
-class TextRollouts:
+_SPARE_DRAWS = 8
+"""Draws beyond those that fill a batch, and times as many as these, before a pool that does not fill ends the run."""
+
+
+class TextRollouts(Drawing):
     """Prompts, a reward and how to draw: where the batches of a language policy come from.
 
     Args:
         tasks: Prompts: a list of texts or of mappings with `prompt` and `answer`, the name of a source such as
-            `addition`, or `{type: name, params: {...}}`.
-        reward: From (task, completion) to a reward: a function or its registered name; None asks the source.
+            `addition`, `{type: name, params: {...}}`, or a file of prompts (.jsonl, .csv, .parquet).
+        reward: From (task, completion) to a reward: a function, an evaluator, its registered name or `file.py:name`;
+            None asks the source, and then the agent.
         prompts_per_step: Prompts of one step, over all ranks.
         group_size: Completions of each prompt.
         max_new_tokens: Tokens of a completion at most.
@@ -53,12 +61,20 @@ class TextRollouts:
         chat: Put each prompt into the model's chat template as the user's message.
         reward_timeout_s: Seconds that one call of the reward function may take, in a process of its own, which sees
             everything as it was at the first call; None calls it in place, with no limit.
-        on_reward_error: What to do when the reward function fails: drop that rollout, or stop.
+        on_reward_error: What to do when the reward function fails: what `on_error` says (drop), or stop.
         conversation: Makes the partner of a conversation from a task; its turns give the reward.
-        max_turns: Turns of a conversation at most.
+        max_turns: Turns of a conversation at most, and completions that one agent may ask for.
         generator: Draws the completions instead of the policy; has `generate` and returns the ids of its tokens (an
             endpoint, say).
         resample: Rounds in which groups whose rewards are all equal are replaced by groups of other prompts.
+        agent: Works on each task instead of one completion: a class with `run(task, llm)` or such a function, its
+            registered name, `file.py:Name`, or `{type: name, params: {...}}`.
+        agent_timeout_s: Seconds that an agent may take by itself, completions not counted; None is no limit.
+        on_error: What becomes of a rollout that fails: drop it, stop the run, retry it, or refill its group from
+            another try of the whole group.
+        retries: Further tries at most.
+        pool: Lets rollouts wait until there are enough: `{batch_size: 64, group_size: 8, key_list: [group_id]}`.
+        ahead: 1 draws the rollouts of a step while the one before it trains, with weights that are one version old.
     """
 
     spec: DataSpec | None = None
@@ -66,7 +82,7 @@ class TextRollouts:
     def __init__(
         self,
         tasks: Annotated[Any, ComponentOf("tasks")],
-        reward: str | RewardFunction | None = None,
+        reward: Any = None,
         prompts_per_step: int = 4,
         group_size: int = 8,
         max_new_tokens: int = 32,
@@ -81,26 +97,46 @@ class TextRollouts:
         max_turns: int = 4,
         generator: Any = None,
         resample: int = 0,
+        agent: Annotated[Any, ComponentOf("agents")] = None,
+        agent_timeout_s: float | None = 60.0,
+        on_error: OnError = "drop",
+        retries: int = 2,
+        pool: Annotated[Any, ParametersOf("etude.rollouts.pool:TrajectoryPool")] = None,
+        ahead: Literal[0, 1] = 0,
     ) -> None:
-        if prompts_per_step < 1 or group_size < 1 or max_turns < 1:
-            raise ConfigError("prompts_per_step, group_size and max_turns must be at least 1")
+        super().__init__()
+        if prompts_per_step < 1 or group_size < 1 or max_turns < 1 or retries < 0:
+            raise ConfigError("prompts_per_step, group_size and max_turns must be at least 1, retries at least 0")
         if resample < 0 or (resample and group_size < 2):
             raise ConfigError("resample must not be negative, and needs a group_size of 2 or more to compare rewards")
+        if agent is not None and conversation is not None:
+            raise ConfigError("an agent leads its own conversations: give either agent or conversation")
+        if ahead not in (0, 1):
+            raise ConfigError(f"ahead must be 0, or 1 to draw one step ahead; got {ahead!r}")
+        if ahead and pool is not None:
+            raise ConfigError("ahead: 1 draws what the next step trains on, which with a pool is not known; choose one")
         self.resample = resample
-        self.tasks: Sequence[Task] = make_tasks(tasks)
+        self._ahead = Ahead(self) if ahead else None
+        self.tasks = make_tasks(tasks)
         self.conversation, self.max_turns, self.generator, self.chat = conversation, max_turns, generator, chat
-        self.rewards = (
-            None
-            if conversation is not None and reward is None
-            else Rewards(make_reward(reward, self.tasks), reward_timeout_s, on_reward_error)
-        )
+        self.given_agent, self.agent_timeout_s = agent, agent_timeout_s
+        self.agent = None if agent is None else make_agent(agent)
+        self.on_error, self.retries = on_error, retries
+        judges = make_reward(reward, self.tasks, required=conversation is None and agent is None)
+        if conversation is not None and reward is None:
+            judges = None
+        stops: Literal["drop", "stop"] = "stop" if "stop" in (on_reward_error, on_error) else "drop"
+        self.rewards = None if judges is None else Rewards(judges, reward_timeout_s, stops)
         self.prompts_per_step, self.group_size = prompts_per_step, group_size
         self.sampling = Sampling(max_new_tokens, temperature, top_p, top_k, tuple(stop or ()))
-        self._arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.pool: TrajectoryPool | None = make_pool(pool, group_size)
+        self._drawn: int | None = None
+        """Draws that went into the pool so far; None before the first."""
+        self.replaced = 0
+        """Groups of the last step that were drawn anew because their rewards were equal."""
         self.metrics: dict[str, tuple[float, float]] = {}
-        self.timings: dict[str, float] = {}
         self.rollouts: list[Trajectory] = []
-        """The rollouts of the last step, failed ones included."""
+        """The rollouts that were drawn for the last step, failed ones included."""
 
     # ---- as Data -------------------------------------------------------------------------------------------------
 
@@ -109,9 +145,14 @@ class TextRollouts:
         self._trainer, self._gather = trainer, trainer.session.gather
         # Drawn as it is trained: what samples in float32 and learns in bfloat16 takes its own rounding for a ratio.
         self._arithmetic = trainer.session.precision.forward
+        self.glance = trainer.session.heed_signals
         if self.rewards is not None:
             self.rewards.glance = trainer.session.heed_signals
             self.rewards.judge.release = trainer.session.written_tensors
+        if self.pool is not None:
+            self.pool.gather = trainer.session.gather
+        self.tasks = keep_short(self.tasks, lambda task: self.encode(trainer.policy, task), self.place.rank == 0)
+        self._lay_out()
         algorithm = trainer.algorithm
         if not hasattr(algorithm, "experience"):
             raise ConfigError(
@@ -126,191 +167,158 @@ class TextRollouts:
                 f"completions are drawn at temperature {self.sampling.scale:g} but the algorithm computes their "
                 f"log-probabilities at {wanted:g}; set both to the same"
             )
+        if self._ahead is not None:
+            self._ahead.attach(trainer)
 
     def open(self, place: Place) -> None:
         """Get ready to draw one rank's share."""
         if self.prompts_per_step % place.world:
             raise ConfigError(f"{self.prompts_per_step} prompts per step cannot be shared by {place.world} ranks")
+        keys = () if self.pool is None else self.pool.key_list
+        if place.world > 1 and keys and "group_id" not in keys:
+            raise ConfigError(
+                f"a pool of {place.world} ranks needs group_id among its key_list ({', '.join(keys)}): only the "
+                "rollouts of one prompt in one draw stay on one rank"
+            )
         self.place = place
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        place = self.place
         self._order = Order(len(self.tasks), seed=place.seed, shuffle=place.shuffle, version=place.order_version)
 
     def take(self, step: int) -> Rollouts:
         """Draw and reward the rollouts of one step."""
         policy: Any = self._trainer.policy
-        with timed(self.timings, "generate"):
-            self.rollouts = self.draw(policy, self._positions(step), fold(self.place.seed, STREAM_ROLLOUT, step))
-        with timed(self.timings, "reward"):
-            self.reward(self.rollouts)
-        replaced = self._replace_equal_groups(policy, step)
-        if getattr(self._trainer.algorithm, "needs_greedy", False):
-            self._compare_with_greedy(policy, step)
-        good = [rollout for rollout in self.rollouts if rollout.reward is not None]
+        self.retried = self.replaced = 0
+        if self.pool is None:
+            self.rollouts = self.rollouts_of(policy, step) if self._ahead is None else self._ahead.take(policy, step)
+            self._require_any(self.rollouts, step)
+            good = paid(self.rollouts)
+        else:
+            good = self._take_from(self.pool, policy, step)
         self._measure(good)
-        if self.resample:
-            groups = len(self._positions(step))
-            self.metrics["rollout/resampled"] = (replaced / groups, float(groups))
-        if not sum(self._gather(len(good))):
-            reason = next((rollout.error for rollout in self.rollouts), None)
-            raise RolloutError(f"all {len(self.rollouts)} rollouts of step {step} failed; the first: {reason}")
-        # A rank all of whose rollouts failed goes through one of them, which weighs nothing.
-        return Rollouts(good or [self._unpaid(self.rollouts[0])], are_padding=not good)
+        # A rank that has none goes through one, which weighs nothing.
+        return Rollouts(good or [self._spare(policy, step)], are_padding=not good)
 
-    @staticmethod
-    def _unpaid(rollout: Trajectory) -> Trajectory:
-        return Trajectory(rollout.tokens, rollout.loss_mask, 0.0, extra_fields=rollout.extra_fields)
+    def rollouts_of(self, policy: Any, number: int) -> list[Trajectory]:
+        """Return this rank's judged rollouts of one draw, failed ones included; without a pool a step is a draw."""
+        positions, seed = self._positions(number), (self.place.seed, STREAM_ROLLOUT, number)
+        rollouts = self.collect(policy, positions, fold(*seed))
+        rollouts, replaced = replace_equal_groups(self, policy, rollouts, self.resample, *seed)
+        self.replaced += replaced
+        if getattr(self._trainer.algorithm, "needs_greedy", False):
+            compare_with_greedy(self, policy, rollouts, positions)
+        for rollout in rollouts:
+            rollout.score = rollout.scores  # as trainers of recipes know it
+        return rollouts
+
+    def _require_any(self, rollouts: Sequence[Trajectory], step: int) -> None:
+        if not sum(self._gather(len(paid(rollouts)))):
+            reason = next((rollout.error for rollout in rollouts), None)
+            raise RolloutError(f"all {len(of_runs(rollouts))} rollouts of step {step} failed; the first: {reason}")
+
+    def _take_from(self, pool: TrajectoryPool, policy: Any, step: int) -> list[Trajectory]:
+        """Draw until the pool has a batch, and take it."""
+        self.rollouts, drawn = [], 0
+        number = step if self._drawn is None else self._drawn
+        most = _SPARE_DRAWS * (1 + pool.batch_size // (self.prompts_per_step * self.group_size))
+        while not pool.is_ready(finished=True):
+            if drawn >= most:
+                raise RolloutError(
+                    f"the pool has no batch of {pool.batch_size} after {drawn} draws for step {step}; {len(pool)} "
+                    f"rollouts wait in groups of fewer than {pool.group_size}: see group_size and key_list"
+                )
+            fresh = self.rollouts_of(policy, number)
+            self._require_any(fresh, step)
+            good = paid(fresh)
+            for index, rollout in enumerate(good):
+                pool.put_trajectory(rollout, (number, int(rollout.group_id), rollout.run_id, index))
+            if "group_id" in pool.key_list:  # no other draw adds to these
+                pool.close_groups(good)
+            self.rollouts += fresh
+            drawn, number = drawn + 1, number + 1
+        self._drawn = number
+        return pool.get_trajectories(finished=True)
+
+    def _spare(self, policy: Any, step: int) -> Trajectory:
+        """Return a rollout of which nothing was sampled, for a rank that has no other."""
+        task = self.task_at(self._positions(step)[0])
+        spare = begin(task, self.encode(policy, task), 0, group_id=str(self._positions(step)[0]), run_id=0)
+        spare.reward, spare.score, spare.greedy_rewards = 0.0, {}, 0.0
+        return spare
 
     def ids(self, step: int) -> Sequence[Any]:
         """Name the tasks of a step."""
-        return [[self._task(position).id for position in self._positions(step)]]
+        if self.pool is not None:
+            return [[rollout.task_id for rollout in of_runs(self.rollouts)]]
+        return [[self.task_at(position).id for position in self._positions(step)]]
 
     def epochs(self, step: int) -> float:
-        """Return how often every task has been seen."""
-        return step * self.prompts_per_step / len(self.tasks)
+        """Return how often every task has been seen; with a pool, if no rollout fails."""
+        prompts: float = self.prompts_per_step
+        if self.pool is not None and self.pool.ready != "loaded_batch_finished":
+            prompts = self.pool.batch_size / self.group_size
+            if self.pool.ready != "batch_size_reached":
+                prompts = -(-prompts // self.prompts_per_step) * self.prompts_per_step
+        return step * prompts / len(self.tasks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what waits, in a pool or for the next step; ranks call together."""
+        if self._ahead is not None:
+            return {"ahead": self._ahead.state_dict()}
+        return {} if self.pool is None else {"pool": self.pool.state_dict(), "drawn": self._drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what waited, however many ranks there were."""
+        self._drawn = state.get("drawn")
+        if self._ahead is not None:
+            self._ahead.load_state_dict(state.get("ahead", {}))
+        if self.pool is not None and "pool" in state:
+            rank, world = self.place.rank, self.place.world
+            self.pool.load_state_dict(state["pool"], is_own=lambda one: int(one.group_id) % world == rank)
+        elif self.pool is None and state.get("pool", {}).get("waiting"):
+            log.warning(
+                "%d rollouts waited in a pool, which there is none of now: they are left out",
+                len(state["pool"]["waiting"]),
+            )
 
     def close(self) -> None:
-        """End the process of the reward function."""
+        """End the thread that draws ahead, and the process of the reward function."""
+        if self._ahead is not None:
+            self._ahead.close()
         if self.rewards is not None:
             self.rewards.close()
-
-    # ---- drawing -------------------------------------------------------------------------------------------------
 
     def _positions(self, step: int) -> list[int]:
         first = step * self.prompts_per_step
         return list(range(first + self.place.rank, first + self.prompts_per_step, self.place.world))
 
-    def _task(self, position: int) -> Task:
+    def task_at(self, position: int) -> Task:
+        """Return the task of the group at a position in the order of all steps."""
         return self.tasks[int(self._order.at(position, 1)[0][0])]
 
-    def draw(
-        self, policy: Any, positions: Sequence[int], seed: int, tasks: Sequence[Task] | None = None
-    ) -> list[Trajectory]:
-        """Return rollouts of the tasks at some positions, without rewards unless a conversation gives them."""
-        tasks = [self._task(position) for position in positions] if tasks is None else tasks
-        prompts = [self._encode(policy, task) for task in tasks]
-        keys = [fold(seed, position) >> 1 for position in positions]
-        drawn = self._generate(policy, prompts, self.group_size, keys)
-        rollouts = []
-        for task, prompt, key, position, completions in zip(tasks, prompts, keys, positions, drawn, strict=True):
-            for index, completion in enumerate(completions):
-                rollout = begin(task, prompt, fold(key, index), group_id=str(position), run_id=index)
-                add_completion(rollout, completion)
-                rollouts.append(rollout)
-        if self.conversation is not None:
-            self._converse(policy, rollouts, self.conversation)
-        return rollouts
-
-    def _encode(self, policy: Any, task: Task) -> list[int]:
-        if self.chat:
-            tokens: list[int] = policy.encode_chat([{"role": "user", "content": task.prompt}])
-        else:
-            tokens = policy.encode(task.prompt)
-        if not tokens:
-            raise ConfigError(f"the prompt of task {task.id!r} is empty")
-        return tokens
-
-    def _generate(self, policy: Any, prompts: Sequence[Any], n: int, keys: Sequence[int]) -> list[list[Any]]:
-        maker = self.generator if self.generator is not None else policy
-        with self._arithmetic():
-            drawn: list[list[Any]] = maker.generate(prompts, self.sampling, n=n, keys=keys)
-        if any(completion.text and not completion.tokens for group in drawn for completion in group):
-            raise ConfigError(
-                f"{type(maker).__name__} returns completions without the ids of their tokens, so there is nothing to "
-                "train on; take a server that returns them, or leave out the generator and let the policy draw"
-            )
-        return drawn
-
-    def _converse(self, policy: Any, rollouts: list[Trajectory], partner: Callable[[Task], Conversation]) -> None:
-        going = [(rollout, partner(rollout.task)) for rollout in rollouts]
-        for rollout in rollouts:
-            rollout.reward = 0.0
-        for turn in range(1, self.max_turns + 1):
-            going = [(one, other) for one, other in going if self._answered(policy, one, other, turn)]
-            if not going:
-                return
-            keys = [fold(rollout.key, turn) >> 1 for rollout, _ in going]
-            drawn = self._generate(policy, [rollout.tokens for rollout, _ in going], 1, keys)
-            for (rollout, _), (completion,) in zip(going, drawn, strict=True):
-                add_completion(rollout, completion)
-
-    def _answered(self, policy: Any, rollout: Trajectory, partner: Conversation, turn: int) -> bool:
-        """Let the partner answer; return whether the conversation goes on."""
-        try:
-            answer = partner.respond(rollout.text)
-        except Exception as error:  # noqa: BLE001 - it is the user's code, which may fail in any way
-            rollout.reward, rollout.error = None, f"{type(error).__name__}: {error}"
-            return False
-        rollout.reward = (rollout.reward or 0.0) + float(answer.reward)
-        if answer.done or turn == self.max_turns:
-            return False
-        hear(rollout, encode_continuation(policy, answer.reply))
-        return True
-
-    def reward(self, rollouts: Sequence[Trajectory]) -> None:
-        """Let the reward function judge rollouts; those it fails on are left without a reward."""
-        if self.rewards is None:
-            return
-        judged = [rollout for rollout in rollouts if rollout.error is None]
-        outcomes = self.rewards([rollout.task for rollout in judged], [rollout.text for rollout in judged])
-        for rollout, outcome in zip(judged, outcomes, strict=True):
-            failed = outcome.reward is None
-            rollout.reward = None if outcome.reward is None else (rollout.reward or 0.0) + outcome.reward
-            rollout.scores, rollout.error = dict(outcome.scores), outcome.error if failed else None
-
-    def _replace_equal_groups(self, policy: Any, step: int) -> int:
-        """Draw groups whose rewards are all equal anew, of other tasks; return how many were drawn.
-
-        Which tasks is a function of (seed, step, round, position), so that a resumed run draws the same. Groups that
-        are still equal after the last round stay.
-        """
-        drawn = 0
-        for attempt in range(1, self.resample + 1):
-            judged = [rollout for rollout in self.rollouts if rollout.reward is not None]
-            teaches = informative(torch.tensor([r.reward for r in judged]).double(), [r.group_id for r in judged])
-            lively = {rollout.group_id for rollout, good in zip(judged, teaches.tolist(), strict=True) if good}
-            equal = sorted({int(rollout.group_id) for rollout in judged if rollout.group_id not in lively})
-            if not equal:
-                break
-            seed = fold(self.place.seed, STREAM_ROLLOUT, step, attempt)
-            tasks = [self.tasks[fold(seed, position) % len(self.tasks)] for position in equal]
-            with timed(self.timings, "generate"):
-                fresh = self.draw(policy, equal, seed, tasks)
-            with timed(self.timings, "reward"):
-                self.reward(fresh)
-            kept = [rollout for rollout in self.rollouts if int(rollout.group_id) not in set(equal)]
-            self.rollouts = sorted(kept + fresh, key=lambda rollout: (int(rollout.group_id), rollout.run_id))
-            drawn += len(equal)
-        return drawn
-
-    def _compare_with_greedy(self, policy: Any, step: int) -> None:
-        """Note what the greedy completion of each prompt earns; without it, a rollout cannot be compared."""
-        kept, size = self.sampling, self.group_size
-        self.sampling, self.group_size = replace(kept, greedy=True), 1
-        try:
-            with timed(self.timings, "generate"):
-                greedy = self.draw(policy, self._positions(step), 0)
-            with timed(self.timings, "reward"):
-                self.reward(greedy)
-        finally:
-            self.sampling, self.group_size = kept, size
-        found = {rollout.group_id: rollout for rollout in greedy}
-        for rollout in self.rollouts:
-            rollout.greedy_rewards = found[rollout.group_id].reward
-            if rollout.greedy_rewards is None:
-                rollout.greedy_rewards, rollout.reward, rollout.error = 0.0, None, found[rollout.group_id].error
-
-    # ---- batches -------------------------------------------------------------------------------------------------
-
     def _measure(self, good: Sequence[Trajectory]) -> None:
-        total = len(self.rollouts)
-        found = {"rollout/failed": (1 - len(good) / max(1, total), float(total))}
-        found |= measure_rewards((rollout.reward for rollout in good if rollout.reward is not None), self._gather)
+        drawn, taught = of_runs(self.rollouts), of_runs(good)
+        total = len(drawn)
+        found = {"rollout/failed": (1 - len(paid(drawn)) / max(1, total) if total else 0.0, float(total))}
+        if self.on_error in ("retry", "refill"):
+            found["rollout/retried"] = (self.retried / max(1, total), float(total))
+        if self.resample:
+            groups = len({rollout.group_id for rollout in drawn})
+            found["rollout/resampled"] = (self.replaced / max(1, groups), float(groups))
+        if self._ahead is not None:
+            found["rollout/age"] = (float(self._ahead.age), 1.0)
+        if self.pool is not None:
+            found["rollout/waiting"] = (float(len(self.pool) * self.place.world), 1.0)
+        found |= measure_rewards((rollout.reward for rollout in taught), self._gather)
         if good:
             count = float(len(good))
             found["rollout/tokens"] = (float(np.mean([sum(rollout.loss_mask) for rollout in good])), count)
             truncated = [rollout.finish_reason == "length" for rollout in good]
             found["rollout/truncated"] = (float(np.mean(truncated)), count)
-            for name in sorted({name for rollout in good for name in rollout.scores}):
-                values = [rollout.scores[name] for rollout in good if name in rollout.scores]
+            for name in sorted({name for rollout in taught for name in rollout.scores}):
+                values = [rollout.scores[name] for rollout in taught if name in rollout.scores]
                 found[f"score/{name}"] = (float(np.mean(values)), float(len(values)))
         self.metrics = found
 

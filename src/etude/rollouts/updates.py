@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +19,13 @@ EXPERIENCED = "is_experience"
 
 
 def learn_from(
-    rollouts: Rollouts, algorithm: Any, policy: Any, place: Place, step: int, gather: Gather, device: torch.device
-) -> Updates:
-    """Let an algorithm make its experience of a step's rollouts, all at once, and cut it into updates."""
+    rollouts: Rollouts, algorithm: Any, policy: Any, place: Place, step: int, gather: Gather, device: torch.device,
+    witness: Callable[[Any], None] | None = None,
+) -> Updates:  # fmt: skip
+    """Let an algorithm make its experience of a step's rollouts, all at once, and cut it into updates.
+
+    A witness sees the experience before it is cut.
+    """
     completed: Any = rollouts.completed
     if getattr(algorithm, "takes_trajectories", False):  # as they are: it stacks them itself, if at all
         completed = [] if rollouts.are_padding else list(completed)
@@ -28,6 +33,8 @@ def learn_from(
         completed = Batch.from_trajectories(completed, pad_token_id=getattr(policy, "pad_token_id", 0)).to(device)
         completed = weightless(completed) if rollouts.are_padding else completed
     found = algorithm.experience(policy, completed, rows=place.batch_size)
+    if witness is not None:
+        witness(found)
     return found if isinstance(found, Updates) else as_updates(found, algorithm, place, step, gather)
 
 

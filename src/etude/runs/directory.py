@@ -73,6 +73,11 @@ class Run:
         return self.dir / "metrics.jsonl"
 
     @property
+    def transcripts_path(self) -> Path:
+        """Where a few of the completions are that a language model wrote in training."""
+        return self.dir / "transcripts.jsonl"
+
+    @property
     def checkpoints_dir(self) -> Path:
         """Where the checkpoints are."""
         return self.dir / "checkpoints"

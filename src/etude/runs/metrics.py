@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, always on, exact, cut back to the checkpoint on resume. No torch here."""
+"""metrics.jsonl and its like: one JSON object a line, exact, cut back to the checkpoint on resume. No torch here."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 _MAX_BACKLOG_BYTES = 16 << 20  # A disk that stays full must not turn into memory that does.
 
 
-class MetricsLog:
-    """Appends rows to metrics.jsonl; each row is with the operating system when `write` returns.
+class StepLog:
+    """Appends rows in the order of their steps; each row is with the operating system when `append` returns.
 
     While the disk is full, rows wait in memory and go out with the first write that succeeds.
     """
+
+    what = "rows"
+    """What the rows are, in messages."""
 
     def __init__(self, path: Path | str, *, on_warning: Callable[[str], None] | None = None) -> None:
         self.path = Path(path)
@@ -28,9 +31,8 @@ class MetricsLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._open()
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one row: the step, then the metrics in the order given."""
-        row = {"step": int(step), **{name: _to_json(value) for name, value in metrics.items()}}
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append one row, which has its `step` and plain values."""
         self._backlog += json.dumps(row, allow_nan=False).encode() + b"\n"
         self._flush()
 
@@ -49,7 +51,7 @@ class MetricsLog:
         os.close(self._descriptor)
         self._descriptor = -1
 
-    def __enter__(self) -> MetricsLog:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,19 +76,34 @@ class MetricsLog:
         except OSError as error:
             if not self._failing:
                 self._failing = True
-                self._warn(f"metrics cannot be written to {self.path} ({error}); keeping them in memory meanwhile")
+                self._warn(f"{self.what} cannot be written to {self.path} ({error}); keeping them in memory meanwhile")
             if len(self._backlog) > _MAX_BACKLOG_BYTES:
                 self._backlog = self._backlog[self._backlog.index(b"\n", len(self._backlog) // 2) + 1 :]
-                self._warn(f"metrics still cannot be written to {self.path}; dropped the older half of those in memory")
+                self._warn(f"{self.what} still cannot be written to {self.path}; dropped the older half in memory")
 
 
-def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl; a missing file has none, and a torn line is passed over."""
+class MetricsLog(StepLog):
+    """Appends rows of numbers to metrics.jsonl."""
+
+    what = "metrics"
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append one row: the step, then the metrics in the order given."""
+        self.append({"step": int(step), **{name: _to_json(value) for name, value in metrics.items()}})
+
+
+def read_rows(path: Path | str) -> list[dict[str, Any]]:
+    """Return the rows that a `StepLog` wrote; a missing file has none, and a torn line is passed over."""
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:
         return []
-    return [row for _, row in _rows(content)]
+    return list(_rows(content))
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """Return the rows of a metrics.jsonl, with the numbers that JSON lacks."""
+    return [_numbers(row) for row in read_rows(path)]
 
 
 def last_metrics(path: Path | str, *, tail_bytes: int = 1 << 16) -> dict[str, Any]:
@@ -99,8 +116,8 @@ def last_metrics(path: Path | str, *, tail_bytes: int = 1 << 16) -> dict[str, An
     except OSError:
         return {}
     latest: dict[str, Any] = {}
-    for _, row in _rows(content):
-        latest |= row
+    for row in _rows(content):
+        latest |= _numbers(row)
     return latest
 
 
@@ -116,18 +133,22 @@ def _from_json(value: Any) -> Any:
     return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
 
 
-def _rows(content: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: _from_json(value) for name, value in row.items()}
+
+
+def _rows(content: bytes) -> Iterator[dict[str, Any]]:
     for line in content.split(b"\n"):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int) and 0 <= row["step"] < 1 << 53:
-            yield line, {name: _from_json(value) for name, value in row.items()}
+            yield row
 
 
 def _is_row_until(line: bytes, step: int) -> bool:
-    return any(row["step"] <= step for _, row in _rows(line))
+    return any(row["step"] <= step for row in _rows(line))
 
 
 def _lines_from_the_end(descriptor: int, block_bytes: int = 1 << 16) -> Iterator[tuple[int, bytes]]:

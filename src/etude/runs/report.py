@@ -21,6 +21,7 @@ from etude.runs.manifest import read_manifest
 from etude.runs.metrics import read_metrics
 from etude.runs.page import format_number, render
 from etude.runs.progress import format_duration
+from etude.runs.transcripts import transcript_sections
 from etude.secrets import redact, redact_tree, register_secret
 
 GROUPS = {
@@ -61,7 +62,8 @@ def write_report(run_dir: Path, output: Path | None = None, *, extra_sections: S
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise EtudeError(f"{run_dir}: no such run directory; `etude runs` lists the runs there are")
-    page = render_page(read_facts(run_dir), extra_sections)
+    facts = read_facts(run_dir)
+    page = render_page(facts, [*transcript_sections(run_dir), *extra_sections])
     target = Path(output) if output is not None else run_dir / "report.html"
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, page.encode())

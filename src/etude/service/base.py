@@ -66,11 +66,10 @@ class BaseTrainer(metaclass=_FromOneConfiguration):
             engine: Who calls the loop.
             **arguments: Further arguments of `etude.Trainer`.
         """
-        from etude.service.hold import Holder
+        from etude.service.hold import GivenTrainer
 
-        return Holder(
-            policy, data, inner=self, run=run, config=self._training(training), engine=engine, **arguments
-        ).fit()  # fmt: skip
+        config = self._training(training)
+        return GivenTrainer(self, policy, data, run=run, config=config, engine=engine, **arguments).fit()
 
     def _training(self, given: TrainingConfiguration | Mapping[str, Any] | None) -> TrainingConfiguration:
         if isinstance(given, TrainingConfiguration):

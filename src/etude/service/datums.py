@@ -132,7 +132,7 @@ def numbers_of(value: Any) -> Tensor:
 
 
 def as_datums(trajectories: Sequence[Trajectory], *, by_advantage: bool) -> list[Datum]:
-    """Return trajectories as datums: targets are the tokens from the second on, numbers stand where their token does."""
+    """Return trajectories as datums: targets are the tokens from the second on, and numbers stand where theirs does."""
     found = []
     for index, one in enumerate(trajectories):
         tokens = [int(token) for token in one.tokens]

@@ -41,27 +41,27 @@ _PREPARE = 1 << 20
 
 
 class Holder(Trainer):
-    """Runs a trainer of `etude.service` as policies of ours are trained."""
+    """Runs a trainer of `etude.service` in our loop: `inner`, which subclasses set first."""
 
-    def __init__(
-        self, policy: Any = None, data: Any = None, algorithm: Any = None, *, inner: BaseTrainer, **arguments: Any
-    ) -> None:
+    inner: BaseTrainer
+    service: InProcessService
+    """What makes the updates of a `RemoteApiTrainer`."""
+
+    def __init__(self, policy: Any = None, data: Any = None, algorithm: Any = None, **arguments: Any) -> None:
         """Join the parts.
 
         Args:
             policy: What is trained.
             data: Where rollouts come from.
             algorithm: The loss of a trainer on batches; None is the one its configuration names.
-            inner: The trainer that is held.
             **arguments: As those of `Trainer`.
         """
+        inner = self.inner
         lacking = missing_hook(type(inner))
         if lacking:
             raise ConfigError(f"{place_of(type(inner))} does not define {lacking}")
         if algorithm is not None and not isinstance(inner, SelfHostedTrainer):
             raise ConfigError(f"algorithm: {type(inner).__name__} makes its update itself; leave the algorithm out")
-        self.inner = inner
-        self.service: InProcessService
         adapter: Any = WholeTrajectories(inner)
         if isinstance(inner, SelfHostedTrainer):
             adapter = PreparedBatches(inner, algorithm)
@@ -198,7 +198,17 @@ class ServiceTrainer(Holder):
             raise ConfigError(f"{place_of(kind)} cannot be made: {type(error).__name__}: {said}") from error
         if getattr(inner, "_config", None) is None:
             raise ConfigError(f"{place_of(kind)}: __init__ must call super().__init__(config)")
-        super().__init__(policy, data, algorithm, inner=inner, **arguments)
+        self.inner = inner
+        super().__init__(policy, data, algorithm, **arguments)
+
+
+class GivenTrainer(Holder):
+    """Trains with a trainer that Python has made already."""
+
+    def __init__(self, inner: BaseTrainer, policy: Any, data: Any, **arguments: Any) -> None:
+        """Hold `inner`; the rest is as for `Trainer`."""
+        self.inner = inner
+        super().__init__(policy, data, **arguments)
 
 
 class _NameUnread(Callback):

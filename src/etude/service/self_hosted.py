@@ -96,7 +96,8 @@ class SelfHostedTrainer(BaseTrainer):
 
     def _compute_ref_log_probs(self, batch: Batch) -> Tensor:
         """Return the log-probabilities of the policy before training (B, T)."""
-        with self._held("reference policy").policy.reference() as reference:
+        policy: Any = self._held("reference policy").policy
+        with policy.reference() as reference:
             return self._shared(batch, lambda part: self._log_probs(reference, part))
 
     def _compute_advantage(self, batch: Batch) -> Batch:
@@ -191,7 +192,7 @@ class ValueNetwork:
             batch: What they are part of; None takes the pad token for padding, and all others as chosen.
         """
         trainer = self._trainer
-        policy = trainer._held("value network").policy
+        policy: Any = trainer._held("value network").policy
         if batch is None:
             real = input_ids != trainer._pad_token_id  # from the first token that is none to the last
             attention = (real.cumsum(1) > 0) & (real.flip(1).cumsum(1).flip(1) > 0)

@@ -16,11 +16,12 @@ from etude.errors import ConfigError, DataError
 from etude.rng import fold
 from etude.simulation.actors import EXPERT, Actor, Seat, make_actor
 from etude.simulation.environments import make_environment, split_name
-from etude.simulation.environments.base import ACTION, Array, Environment, Observation
+from etude.simulation.environments.base import Array, Environment, Observation
 from etude.simulation.evaluate import AnyPolicy
 from etude.simulation.journal import Journal
 from etude.simulation.seeds import action_key, episode_seed
 from etude.types import Feature
+from etude.types.names import ACTION
 
 SPLIT = "train"
 _NOISE_STREAM = 1
@@ -29,7 +30,7 @@ _HOPELESS = 20
 
 
 @dataclass(frozen=True)
-class Recording:
+class Recorded:
     """What was recorded."""
 
     root: Path
@@ -97,7 +98,7 @@ def record(
     options: Mapping[str, Any] | None = None,
     images: str = "video",
     on_episode: Callable[[int, int], None] | None = None,
-) -> Recording:
+) -> Recorded:
     """Record demonstrations as a LeRobot dataset; go on where an interrupted recording stopped.
 
     Episodes are functions of (environment, policy, seed, noise, attempt): the same call makes the same dataset.
@@ -137,7 +138,7 @@ def record(
         session.record_until(episodes * len(envs), on_episode)
         counts = writer.num_episodes, writer.num_frames, session.attempts, session.env_steps
         writer.finalize()
-    return Recording(root, *counts, time.perf_counter() - began)
+    return Recorded(root, *counts, time.perf_counter() - began)
 
 
 class _Session:

@@ -299,12 +299,9 @@ class Batch:
 
     @staticmethod
     def remove_redundant_left_padding(
-        data: Batch,
-        pad_token_id: int | None = None,
-        fields: Sequence[str] | None = None,
-        anchor_field: str = "input_ids",
-        max_strip_threshold: int = -1,
-    ) -> Batch:
+        data: Batch, pad_token_id: int | None = None, fields: Sequence[str] | None = None,
+        anchor_field: str = "input_ids", max_strip_threshold: int = -1,
+    ) -> Batch:  # fmt: skip
         """Return the batch without the columns on the left that are padding in every row.
 
         Padding is where the attention mask is 0; only a batch without a mask of the anchor's shape goes by the id, so
@@ -316,12 +313,9 @@ class Batch:
 
     @staticmethod
     def remove_redundant_right_padding(
-        data: Batch,
-        pad_token_id: int | None = None,
-        fields: Sequence[str] | None = None,
-        anchor_field: str = "input_ids",
-        max_strip_threshold: int = -1,
-    ) -> Batch:
+        data: Batch, pad_token_id: int | None = None, fields: Sequence[str] | None = None,
+        anchor_field: str = "input_ids", max_strip_threshold: int = -1,
+    ) -> Batch:  # fmt: skip
         """Return the batch without the columns on the right that are padding in every row (see the left variant)."""
         return data._stripped(pad_token_id, fields, anchor_field, max_strip_threshold, left=False)
 

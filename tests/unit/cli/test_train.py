@@ -66,7 +66,8 @@ def test_a_run_is_trained_lengthened_and_left_in_one_place(folder: Path) -> None
     assert "run: runs/tiny" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
 
-    done = etude("resume", "tiny", "training.training_steps=8")
+    arguments = ["etude", "resume", "tiny", "training.training_steps=8"]
+    done = run_forked(main, env=ENVIRONMENT, arguments=arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("reached step 8")
     assert [path.name for path in (folder / "runs").iterdir()] == ["tiny"]

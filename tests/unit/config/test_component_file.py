@@ -260,11 +260,19 @@ def test_what_the_file_says_reaches_its_place() -> None:
     assert loaded.origin("training.batch_size").line == 28
 
 
-@pytest.mark.parametrize("pictures, seen", [(3, 3), (1, None)])
-def test_the_policy_sees_as_many_frames_as_it_is_trained_on(pictures: int, seen: int | None) -> None:
-    params = f"{{repo_id: demo, action_horizon: 2, obs_proprio_history: 3, obs_images_history: {pictures}}}"
-    loaded = read(f"data.datamodule.params={params}")
-    assert loaded.config.policy.params.get("n_obs_steps") == seen
+@pytest.mark.parametrize(
+    "histories, seen",
+    [
+        ("obs_proprio_history: 3, obs_images_history: 3", (3, 3)),
+        ("obs_proprio_history: 3, obs_images_history: 1", (3, 1)),
+        ("robot_obs_size: 2", (2, 1)),
+        ("img_obs_size: 1", (None, None)),
+    ],
+)
+def test_the_policy_sees_as_many_frames_as_it_is_trained_on(histories: str, seen: tuple[int | None, ...]) -> None:
+    loaded = read(f"data.datamodule.params={{repo_id: demo, action_horizon: 2, {histories}}}")
+    params = loaded.config.policy.params
+    assert (params.get("n_obs_steps"), params.get("image_obs_steps")) == seen
 
 
 def test_sections_of_an_ordinary_experiment_say_the_last_word() -> None:
@@ -531,6 +539,8 @@ def test_what_cannot_be_made_ahead_is_an_error() -> None:
 
     with pytest.raises(DataError, match="leave out prefetch_factor"):
         StreamData(iter([])).open(Place(num_workers=1, prefetch_factor=2))
+    with pytest.raises(DataError, match="leave out pin_memory"):
+        StreamData(iter([])).open(Place(pin_memory=True))
     with pytest.raises(ConfigError, match="prefetch_factor: needs num_workers of at least 1"):
         TrainingConfiguration(prefetch_factor=2)
 

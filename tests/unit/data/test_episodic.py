@@ -220,8 +220,20 @@ def test_a_policy_that_asks_for_other_windows_is_refused(folder: Path) -> None:
     dataset.use_windows(observation=[-1, 0], action=[0, 1, 2])
     with pytest.raises(DataError, match="the policy plans 8 actions, and the data is told to hold 3"):
         dataset.use_windows(action=list(range(8)))
-    with pytest.raises(DataError, match="the policy sees 3 frames, and the data is told to hold 2 of numbers"):
+    with pytest.raises(DataError, match="the policy sees 3 frames of numbers, and the data is told to hold 2"):
         dataset.use_windows(observation=[-2, -1, 0], action=[0, 1, 2])
+    with pytest.raises(DataError, match="the policy sees 1 frames of numbers, and the data is told to hold 2"):
+        dataset.use_windows(action=[0, 1, 2])
     free = build(folder)["dataset"]
     free.use_windows(observation=[-1, 0], action=[0])
     assert free.gather(*rows(1))["observation.state"].shape == (1, 2, 4)
+
+
+def test_numbers_may_be_scaled_to_their_range(folder: Path) -> None:
+    built = build(folder, normalization="min_max")
+    batch = NormStats.from_any(built["norm_stats"]).normalize(built["dataset"].gather(*rows(*range(50))))
+    assert float(batch["action"].min()) == -1
+    assert float(batch["action"].max()) <= 1
+    assert set(built["norm_stats"][CAMERA]) >= {"mean", "std"}  # of pictures, not the range
+    with pytest.raises(DataError, match="normalization 'log' is unknown; one of mean_std, min_max"):
+        build(folder, normalization="log")

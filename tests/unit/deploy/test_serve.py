@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +29,24 @@ SMALL_ACT = {"dim_model": 16, "n_heads": 2, "dim_feedforward": 16, "n_encoder_la
 pytestmark = pytest.mark.slow  # each server is a process that imports torch
 
 
+def save_policy(folder: Path) -> PolicyModule:
+    policy = built(ACT(chunk_size=6, n_action_steps=4, **SMALL_ACT), make_spec(camera=0, tasks=3))
+    policy.save_pretrained(folder / "policy")
+    return policy
+
+
 @pytest.fixture
 def served(tmp_path: Path) -> PolicyModule:
-    policy = built(ACT(chunk_size=6, n_action_steps=4, **SMALL_ACT), make_spec(camera=0, tasks=3))
-    policy.save_pretrained(tmp_path / "policy")
-    return policy
+    return save_policy(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PolicyModule, str]]:
+    """A policy, and the address of one server of it, which must outlive whatever tests send there."""
+    folder = tmp_path_factory.mktemp("shared")
+    policy = save_policy(folder)
+    with serving(folder / "policy", {**os.environ, "HOME": str(folder), "PYTHONUNBUFFERED": "1"}) as (url, _):
+        yield policy, url
 
 
 @pytest.mark.parametrize(
@@ -72,9 +87,10 @@ def test_images_travel_as_cameras_give_them(tmp_path: Path, child_env: dict[str,
     np.testing.assert_allclose(served, act_alone(policy, episode), rtol=0, atol=1e-6)
 
 
-def test_two_robots_at_once_are_independent(served: PolicyModule, tmp_path: Path, child_env: dict[str, str]) -> None:
+def test_two_robots_at_once_are_independent(shared: tuple[PolicyModule, str]) -> None:
+    served, url = shared
     first, second = see(served.spec, 12, 1), see(served.spec, 12, 2)
-    with serving(tmp_path / "policy", child_env) as (url, _), PolicyClient(url) as one:
+    with PolicyClient(url) as one:
         actions: list[list[np.ndarray]] = [[one.act(first[0])], []]
         with PolicyClient(url) as two:
             for step in range(11):
@@ -87,9 +103,8 @@ def test_two_robots_at_once_are_independent(served: PolicyModule, tmp_path: Path
     np.testing.assert_allclose(actions[1][6:], act_alone(served, second[6:11]), rtol=0, atol=1e-6)
 
 
-def test_whatever_comes_gets_an_answer_and_the_next_robot_is_served(
-    served: PolicyModule, tmp_path: Path, child_env: dict[str, str]
-) -> None:
+def test_whatever_comes_gets_an_answer_and_the_next_robot_is_served(shared: tuple[PolicyModule, str]) -> None:
+    served, url = shared
     (good,) = see(served.spec, 1)
     wrong = {
         "observation lacks observation.state": {"task_index": 1},
@@ -99,37 +114,36 @@ def test_whatever_comes_gets_an_answer_and_the_next_robot_is_served(
         "not an array": {**good, "observation.state": "five"},
         "a map from feature names": None,
     }
-    with serving(tmp_path / "policy", child_env) as (url, _):
-        with connect(url, proxy=None) as raw:
-            assert unpack(raw.recv())["type"] == "hello"
-            for complaint, observation in wrong.items():
-                raw.send(pack({"type": "act", "observation": observation}))
-                reply = unpack(raw.recv())
-                assert reply["type"] == "error"
-                assert re.search(complaint, reply["message"]), reply["message"]
-            for frame in (b"\xc1\xff", b"", "text", pack({"type": "dance"}), pack({"type": "reset", "seed": "x"})):
-                raw.send(frame)
-                assert unpack(raw.recv())["type"] == "error"
-            raw.send(pack({"type": "act", "observation": good}))
-            assert unpack(raw.recv())["type"] == "action"
-        with connect(url, proxy=None) as raw:
+    with connect(url, proxy=None) as raw:
+        assert unpack(raw.recv())["type"] == "hello"
+        for complaint, observation in wrong.items():
+            raw.send(pack({"type": "act", "observation": observation}))
+            reply = unpack(raw.recv())
+            assert reply["type"] == "error"
+            assert re.search(complaint, reply["message"]), reply["message"]
+        for frame in (b"\xc1\xff", b"", "text", pack({"type": "dance"}), pack({"type": "reset", "seed": "x"})):
+            raw.send(frame)
+            assert unpack(raw.recv())["type"] == "error"
+        raw.send(pack({"type": "act", "observation": good}))
+        assert unpack(raw.recv())["type"] == "action"
+    with connect(url, proxy=None) as raw:
+        raw.recv()
+        raw.send(b"x" * (1 << 21))
+        with pytest.raises(ConnectionClosed, match="1009"):
             raw.recv()
-            raw.send(b"x" * (1 << 21))
-            with pytest.raises(ConnectionClosed, match="1009"):
-                raw.recv()
-        with PolicyClient(url) as robot:
-            with pytest.raises(ServeError, match="refused: the observation lacks"):
-                robot.act({})
-            assert robot.act(good).shape == (3,)
-            with pytest.raises(ServeError, match="ended the connection: 1009"):
-                robot.act({**good, "extra": np.zeros(1 << 19)})
+    with PolicyClient(url) as robot:
+        with pytest.raises(ServeError, match="refused: the observation lacks"):
+            robot.act({})
+        assert robot.act(good).shape == (3,)
+        with pytest.raises(ServeError, match="ended the connection: 1009"):
+            robot.act({**good, "extra": np.zeros(1 << 19)})
 
 
-def test_pages_in_a_browser_are_not_let_in(served: PolicyModule, tmp_path: Path, child_env: dict[str, str]) -> None:
+def test_pages_in_a_browser_are_not_let_in(shared: tuple[PolicyModule, str]) -> None:
     from websockets.exceptions import InvalidStatus
 
-    with serving(tmp_path / "policy", child_env) as (url, _), pytest.raises(InvalidStatus, match="403"):
-        connect(url, proxy=None, origin="http://evil.example").__enter__()  # type: ignore[arg-type]
+    with pytest.raises(InvalidStatus, match="403"):
+        connect(shared[1], proxy=None, origin="http://evil.example").__enter__()  # type: ignore[arg-type]
 
 
 def test_a_key_is_wanted_and_never_shown(served: PolicyModule, tmp_path: Path, child_env: dict[str, str]) -> None:

@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from etude import Callback, Trainer, TrainingConfiguration
+from etude import Trainer, TrainingConfiguration
 from etude.config.training import OptimizerConfiguration
 from etude.data.coerce import as_data
 from etude.errors import ConfigError, DataError
 from etude.runs.checkpoint import CheckpointStore
 from etude.trainer import wrap_train_step
+from tests.callbacks import DieAt
 from tests.processes import run_ranks
 
 
@@ -232,15 +233,6 @@ class Dictated(Experts):
         self.hidden = [state["hidden"]]
 
 
-class Die(Callback):
-    """Ends the process without a word after a step."""
-
-    def on_step_end(self, trainer: Any, metrics: Any) -> None:
-        if trainer.progress.step == 4:
-            trainer.session.record.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["huggingface", "lightning"])
 def test_other_engines_give_the_same_numbers(engine: str) -> None:
@@ -261,11 +253,12 @@ def test_evaluation_data_that_no_one_can_judge_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", [Keeper, ModuleKeeper, Dictated])
 def test_a_killed_run_ends_bit_for_bit_like_an_undisturbed_one(kind: Any, tmp_path: Path) -> None:
-    straight = make(kind, tmp_path / "a", save_every=1, training_steps=14)
+    saving = {"save_every": 1, "training_steps": 14}
+    straight = make(kind, tmp_path / "a", **saving)
     whole = straight.fit()
-    killed = run_ranks(lambda: make(kind, tmp_path / "b", save_every=1, training_steps=14, callbacks=[Die()]).fit(), 1)
+    killed = run_ranks(lambda: make(kind, tmp_path / "b", callbacks=[DieAt(4)], **saving).fit(), 1)
     assert killed == [-signal.SIGKILL]
-    resumed = make(kind, tmp_path / "b", save_every=1, training_steps=14)
+    resumed = make(kind, tmp_path / "b", **saving)
     result = resumed.fit()
     assert same(weights(straight), weights(resumed))
     timed = [name for name in whole.metrics if name.startswith("time/")]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from etude.cli.main import app
 from etude.errors import ConfigError
 from etude.redteam.config import RedTeamConfig
 from etude.redteam.prompts import NEUTRAL_DEV_PROMPTS, NEUTRAL_PROMPTS, read_prompts
-from tests.processes import run_forked
+from tests.processes import run_example
 from tests.unit.redteam.tiny_models import tiny
 
 
@@ -142,14 +139,8 @@ def test_prompts_are_read_one_a_line(tmp_path: Path) -> None:
 def test_the_example_runs(tmp_path: Path, repository: Path, child_env: dict[str, str], algorithm: str) -> None:
     example = repository / "examples" / "redteam_smollm.py"
     assert len(example.read_text().splitlines()) <= 120
-    command = [str(example), "--tiny", "--steps", "2", "--algorithm", algorithm, "--dir", str(tmp_path / "run")]
-    if algorithm == "ppo":
-        python = [sys.executable, "-W", "error"]
-        done = subprocess.run(
-            [*python, *command], env=child_env, capture_output=True, text=True, timeout=110, check=False
-        )
-    else:
-        done = run_forked(lambda: runpy.run_path(command[0], run_name="__main__"), env=child_env, arguments=command)
+    options = ["--tiny", "--steps", "2", "--algorithm", algorithm, "--dir", str(tmp_path / "run")]
+    done = run_example(example, options, cwd=tmp_path, env=child_env)
     assert done.returncode == 0, done.stderr
     assert "diversity of probes" in done.stdout
     assert (tmp_path / "run" / "redteam.html").is_file() and (tmp_path / "run" / "auditor" / "best").is_dir()

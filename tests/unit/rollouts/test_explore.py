@@ -23,10 +23,10 @@ from etude.runs.checkpoint import CheckpointStore
 from etude.runs.metrics import read_metrics
 from etude.simulation.actors import Seat
 from etude.simulation.environments import make_environment
-from etude.simulation.environments.base import ACTION, STATE
 from etude.simulation.seeds import episode_seed
 from etude.simulation.timed import TimedEnvironment
 from etude.types import Batch
+from etude.types.names import ACTION, STATE
 from tests.callbacks import DieAt
 from tests.crash.harness import compare
 from tests.processes import reap, run_ranks, spawn

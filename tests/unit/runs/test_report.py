@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +22,7 @@ from etude.runs.charts import Series, downsample, format_step, linear_ticks, log
 from etude.runs.manifest import Manifest
 from etude.runs.page import render
 from etude.runs.report import write_report
-
-VOID = {"meta", "input", "br", "path", "circle", "rect"}
-
-
-class Page(HTMLParser):
-    """Parses a page strictly: every tag must close, in order."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.stack: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.feed(html)
-        self.close()
-        assert self.stack == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.stack.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.stack.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-    def attributes(self, name: str) -> list[str]:
-        return [str(attributes[name]) for _, attributes in self.tags if name in attributes]
+from tests.unit.runs.strict_page import Page
 
 
 def make_run(

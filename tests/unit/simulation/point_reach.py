@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from etude.simulation.environments.base import ACTION, STATE, Array, Observation, StepOutcome
+from etude.simulation.environments.base import Array, Observation, StepOutcome
 from etude.types import DataSpec, Feature
+from etude.types.names import ACTION, STATE
 
 FAULTS: dict[str, Any] = {}
 """What goes wrong: `seeds` fail on reset, `blind` ones show NaN; a `kind` of fault `at` a step, `of` some seeds."""

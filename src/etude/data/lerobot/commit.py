@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ from etude.errors import DataError
 from etude.runs.durable import fsync_directory, hash_file, in_use, remove, temp_name, write_atomically
 
 
-@dataclass(frozen=True)
-class StagedEpisode:
+class StagedEpisode(NamedTuple):
     """A whole episode that is not yet part of the dataset's files."""
 
     directory: Path

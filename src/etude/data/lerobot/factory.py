@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from etude.data.augment import Augment
-from etude.data.histories import Histories, named_statistics
+from etude.data.histories import Histories, ImageWindow, Scaling, named_statistics
 from etude.data.lerobot.reader import LeRobotDataset
 from etude.data.module import find_dataset, split_episodes
 from etude.errors import DataError
@@ -35,6 +35,7 @@ class LeRobotDatasetFactory:
         cameras: Which cameras to use; None means all.
         episodes: Which episodes to use; None means all.
         augment: Changes pictures in training: an `Augment`, or its parameters.
+        normalization: Whether numbers are brought to mean 0 and deviation 1 (mean_std), or to -1..1 (min_max).
         split: Serve all episodes, those for training, or those held out.
         val_fraction: Share of episodes held out where `split` is train or validation.
         split_seed: Decides which.
@@ -54,6 +55,7 @@ class LeRobotDatasetFactory:
         cameras: Sequence[str] | None = None,
         episodes: Sequence[int] | None = None,
         augment: Augment | Annotated[Mapping[str, Any], ParametersOf("etude.data.augment:Augment")] | None = None,
+        normalization: Scaling = "mean_std",
         split: Split = "all",
         val_fraction: float = 0.1,
         split_seed: int = 0,
@@ -65,7 +67,8 @@ class LeRobotDatasetFactory:
         """Return the dataset and what its batches are normalised by."""
         options = type(self)(**{**self.options, **params}).options
         dataset = _Dataset.open(**options)
-        return {"dataset": dataset, "norm_stats": named_statistics(dataset.stats)}
+        norm_stats = named_statistics(dataset.stats, options["normalization"], dataset.cameras)
+        return {"dataset": dataset, "norm_stats": norm_stats}
 
 
 class _Dataset(LeRobotDataset):
@@ -95,9 +98,14 @@ class _Dataset(LeRobotDataset):
         dataset._take(dataset.histories)
         return dataset
 
-    def use_windows(self, observation: Sequence[int] | None = None, action: Sequence[int] | None = None) -> None:
+    def use_windows(
+        self,
+        observation: Sequence[int] | None = None,
+        action: Sequence[int] | None = None,
+        images: ImageWindow = "alike",
+    ) -> None:
         """Take what a policy asks for, where it agrees with what the dataset was told."""
-        self._take(self.histories.agreed(observation, action))
+        self._take(self.histories.agreed(observation, action, images, self.cameras))
 
     def _take(self, histories: Histories) -> None:
         self._deltas = histories.deltas(self.source.columns, self.cameras)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.data.histories import ImageWindow
 from etude.data.lerobot.layout import BOOKKEEPING
 from etude.data.lerobot.options import ReadKeywords
 from etude.data.lerobot.source import LeRobotSource
@@ -87,13 +88,21 @@ class LeRobotDataset:
 
     # -- windows ------------------------------------------------------------------------------------------------
 
-    def use_windows(self, observation: Sequence[int] | None = None, action: Sequence[int] | None = None) -> None:
+    def use_windows(
+        self,
+        observation: Sequence[int] | None = None,
+        action: Sequence[int] | None = None,
+        images: ImageWindow = "alike",
+    ) -> None:
         """Give observations and actions a window, as distances in frames; None gives single frames.
 
-        What a policy asks for (`observation_delta_indices`, `action_delta_indices`) can be passed on as it is.
+        What a policy asks for (`observation_delta_indices`, `action_delta_indices`) can be passed on as it is. Pictures
+        may have a window of their own.
         """
         for name in self.source.columns:
-            wanted = observation if name.startswith("observation") or name in self.cameras else None
+            wanted = observation
+            if name in self.cameras and images != "alike":
+                wanted = images
             if role_of(name) == "action":
                 wanted = action
             elif not name.startswith("observation") and name not in self.cameras:

@@ -174,7 +174,7 @@ def _faults(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: not a readable video ({text[:160]}); it may be truncated") from error
 
 
-class Decoder:
+class VideoDecoder:
     """An open video file, ready to give frames by presentation stamp.
 
     Args:
@@ -226,16 +226,16 @@ class DecoderPool:
         self._strict = strict
         self._local = threading.local()
 
-    def get(self, path: Path) -> Decoder:
+    def get(self, path: Path) -> VideoDecoder:
         """Return a decoder that only this thread uses."""
         # A forked worker must not read through its parent's open file.
         if getattr(self._local, "pid", None) != os.getpid():
-            self._local.pid, self._local.open = os.getpid(), OrderedDict[Path, Decoder]()
-        opened: OrderedDict[Path, Decoder] = self._local.open
+            self._local.pid, self._local.open = os.getpid(), OrderedDict[Path, VideoDecoder]()
+        opened: OrderedDict[Path, VideoDecoder] = self._local.open
         if path not in opened:
             while len(opened) >= _OPEN_FILES:
                 opened.popitem(last=False)[1].close()
-            opened[path] = Decoder(path, strict=self._strict)
+            opened[path] = VideoDecoder(path, strict=self._strict)
         opened.move_to_end(path)
         return opened[path]
 

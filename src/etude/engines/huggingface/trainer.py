@@ -16,6 +16,7 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from etude.data.coerce import as_data
+from etude.data.histories import choose_windows
 from etude.engines.huggingface.batches import EvaluationBatches, ready_made
 from etude.engines.huggingface.checkpoints import is_transformers_model
 from etude.engines.huggingface.losses import (
@@ -31,7 +32,6 @@ from etude.engines.huggingface.losses import (
 from etude.engines.huggingface.steps import ExactSteps
 from etude.errors import ConfigError, DataError, EtudeError, Interrupted, ShortRunError, exits_refused
 from etude.loop.locking import locked
-from etude.loop.session import choose_windows
 from etude.loop.signals import StopSignals
 from etude.low_precision import require_low_precision, require_low_precision_of
 from etude.rng import STREAM_EVALUATE, STREAM_INIT, fold, seed_everything

@@ -12,11 +12,11 @@ from typing import Any
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from etude.data.histories import choose_windows
 from etude.engines.lightning.exact import ExactStepsCallback
 from etude.engines.lightning.module import LightningPolicy
 from etude.engines.lightning.simulation import names_environment, with_simulation
 from etude.errors import ConfigError
-from etude.loop.session import choose_windows
 from etude.rng import STREAM_INIT, fold, generators_kept
 from etude.types import DataSpec
 

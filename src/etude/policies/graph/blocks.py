@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.errors import ConfigError
-from etude.policies.dit import Attention, DecoderBlock, perceptron
+from etude.policies.dit import Attention, TransformerBlock
 from etude.policies.mlp import ACTIVATIONS
 from etude.policies.transformer import sinusoids
 from etude.policies.unet1d import SinusoidalEmbedding
@@ -234,24 +234,6 @@ class CrossAttention(nn.Module):
         return out
 
 
-class EncoderBlock(nn.Module):
-    """Attention of tokens to each other and a perceptron, each after a normalisation."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(2)])
-        self.attention = Attention(width, heads, dropout)
-        self.perceptron = perceptron(width, dropout)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, tokens_BTD: Tensor, mask_TT: Tensor | None = None) -> Tensor:
-        """Return the tokens one block on; the mask is true where a token may look."""
-        first, second = self.norms
-        tokens_BTD = tokens_BTD + self.drop(self.attention(first(tokens_BTD), mask_HT=mask_TT))
-        out: Tensor = tokens_BTD + self.drop(self.perceptron(second(tokens_BTD)))
-        return out
-
-
 class TransformerEncoder(nn.Module):
     """Blocks in which tokens look at each other.
 
@@ -275,7 +257,7 @@ class TransformerEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.inward = _adapt(in_features, width)
-        self.blocks = nn.ModuleList([EncoderBlock(width, heads, dropout) for _ in range(depth)])
+        self.blocks = nn.ModuleList([TransformerBlock(width, heads, dropout, memory=False) for _ in range(depth)])
         self.norm, self.causal = nn.LayerNorm(width), causal
 
     def forward(self, tokens_BTD: Tensor, mask_TT: Tensor | None = None) -> Tensor:
@@ -313,7 +295,7 @@ class TransformerDecoder(nn.Module):
     ) -> None:
         super().__init__()
         self.inward, self.memory = _adapt(in_features, width), _adapt(memory_dim, width)
-        self.blocks = nn.ModuleList([DecoderBlock(width, heads, dropout) for _ in range(depth)])
+        self.blocks = nn.ModuleList([TransformerBlock(width, heads, dropout, memory=True) for _ in range(depth)])
         self.norm, self.causal = nn.LayerNorm(width), causal
 
     def forward(self, tokens_BTD: Tensor, memory_BSD: Tensor) -> Tensor:
@@ -321,7 +303,7 @@ class TransformerDecoder(nn.Module):
         tokens_BTD, memory_BSD = self.inward(tokens_BTD), self.memory(memory_BSD)
         mask_TT = _causal(tokens_BTD) if self.causal else None
         for block in self.blocks:
-            tokens_BTD = block(tokens_BTD, memory_BSD, mask_TT, None)
+            tokens_BTD = block(tokens_BTD, mask_TT, memory_BSD)
         out: Tensor = self.norm(tokens_BTD)
         return out
 

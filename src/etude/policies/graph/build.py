@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from etude.policies.graph.components import run_imports
-from etude.policies.graph.interpolate import Interpolation
+from etude.policies.graph.interpolate import References
 from etude.policies.graph.merge import Templates
 from etude.policies.graph.model import GraphModel, make_plan
 from etude.policies.graph.objects import Maker
-from etude.policies.graph.schema import Settings, check_top, parse, refuse_strays
+from etude.policies.graph.schema import GraphSettings, check_top, parse, refuse_strays
 from etude.policies.graph.shapes import try_shapes
 from etude.policies.graph.source import read_source
 from etude.policies.graph.tree import Item
@@ -53,14 +53,14 @@ def plain_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str
     return {key: root.value[key].plain() for key in kept if key in root.value}
 
 
-def resolve(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Item, Settings]:
+def resolve(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Item, GraphSettings]:
     """Read, merge, expand and interpolate; nothing is made yet."""
     root = read_source(source)
     check_top(root)
     items = dict(root.value)
     templates = items.pop("templates", None)
     expanded = Templates(templates.mapping("templates") if templates else {}).expand(Item(items, root.place))
-    interpolation = Interpolation(expanded)
+    interpolation = References(expanded)
     resolved = interpolation.resolve()
     refuse_strays(resolved, interpolation.named)
     return resolved, check_top(resolved)

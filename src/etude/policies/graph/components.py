@@ -10,7 +10,7 @@ from torch import nn
 
 from etude.errors import RegistryError
 from etude.plugins import is_plugin_file
-from etude.policies.graph.schema import Settings
+from etude.policies.graph.schema import GraphSettings
 from etude.policies.graph.tree import Item
 from etude.reading.suggest import did_you_mean
 from etude.registry import Registry, load_plugins
@@ -70,7 +70,7 @@ def find_component(item: Item) -> Callable[..., Any]:
     raise RegistryError(f"{item.place}: unknown module {key[:80]!r}{near or known}")
 
 
-def run_imports(item: Item, settings: Settings, *, allowed: bool) -> None:
+def run_imports(item: Item, settings: GraphSettings, *, allowed: bool) -> None:
     """Import what a file lists, once in a process; an error leaves the registry as it was."""
     for one in item.listed("imports"):
         name = one.text("an import")

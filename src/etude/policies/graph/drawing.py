@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 from etude.policies.graph.model import GraphModel
 from etude.policies.graph.tree import Item
@@ -14,8 +14,7 @@ _LONGEST = 34
 """Characters that fit in a box."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One node of a model, or one of its inputs or outputs."""
 
     name: str

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from etude.errors import ConfigError
-from etude.policies.graph.tree import Budget, Item, Place, from_plain, path_text
+from etude.policies.graph.tree import Budget, Item, WrittenAt, from_plain, path_text
 from etude.reading.suggest import did_you_mean
 from etude.secrets import register_secret
 
@@ -29,7 +29,7 @@ _TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no
 Path = tuple[str | int, ...]
 
 
-class Interpolation:
+class References:
     """Resolves the references of a tree."""
 
     def __init__(self, root: Item) -> None:
@@ -85,14 +85,14 @@ class Interpolation:
             raise raw.place.error("grows too large when its references are replaced")
         return Item(text, raw.place)
 
-    def _inside(self, written: str, place: Place) -> str:
+    def _inside(self, written: str, place: WrittenAt) -> str:
         value = self._reference(written, place).plain()
         text = json.dumps(value) if isinstance(value, dict | list) else str(value)
         if len(text) > MAX_TEXT:
             raise place.error("grows too large when its references are replaced")
         return text
 
-    def _reference(self, written: str, place: Place) -> Item:
+    def _reference(self, written: str, place: WrittenAt) -> Item:
         written = written.strip()
         variable = _ENVIRONMENT.fullmatch(written)
         if variable:
@@ -127,7 +127,7 @@ def _child(item: Item, step: str | int) -> Item | None:
     return value[step] if isinstance(value, list) and isinstance(step, int) and step < len(value) else None
 
 
-def _from_environment(match: re.Match[str], place: Place) -> Any:
+def _from_environment(match: re.Match[str], place: WrittenAt) -> Any:
     as_type, name, default = match[1], match[2], match[3]
     text = os.environ.get(name, default)
     if text is None:

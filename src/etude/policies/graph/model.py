@@ -19,7 +19,7 @@ from torch import nn
 from etude.errors import ConfigError
 from etude.policies.graph.objects import check_call, literal, placed
 from etude.policies.graph.operations import OPERATIONS
-from etude.policies.graph.schema import Graph, Input, Node
+from etude.policies.graph.schema import Input, ParsedGraph, ParsedNode
 from etude.policies.graph.tree import Item
 from etude.reading.suggest import did_you_mean
 
@@ -53,7 +53,7 @@ class Plan:
     slots: dict[str, int]
     outputs: dict[str, int]
     returns: str
-    nodes: list[Node]
+    nodes: list[ParsedNode]
 
 
 class GraphModel(nn.Module):
@@ -176,7 +176,7 @@ def make_dict(keys: tuple[str, ...], *items: Any) -> dict[str, Any]:
 
 
 class _Planner:
-    def __init__(self, graph: Graph, modules: dict[str, nn.Module], *, strict: bool) -> None:
+    def __init__(self, graph: ParsedGraph, modules: dict[str, nn.Module], *, strict: bool) -> None:
         self.graph, self.modules, self.strict = graph, modules, strict
         self.start: list[Any] = [one.default for one in graph.inputs]
         self.slots = {one.name: index for index, one in enumerate(graph.inputs)}
@@ -199,7 +199,7 @@ class _Planner:
         self.start.append(value)
         return len(self.start) - 1
 
-    def _node(self, node: Node) -> None:
+    def _node(self, node: ParsedNode) -> None:
         label = f"{node.place}: node {node.name!r} ({node.kind}:{node.target})"
         takes = tuple(self._argument(item, label) for item in node.args)
         keyed = tuple((key, self._argument(item, label)) for key, item in node.kwargs.items())
@@ -215,7 +215,7 @@ class _Planner:
             Step(label, node.target if function is None else "", function, takes, keyed, puts, spread, ())
         )
 
-    def _results(self, node: Node) -> tuple[int, tuple[tuple[Any, int], ...]]:
+    def _results(self, node: ParsedNode) -> tuple[int, tuple[tuple[Any, int], ...]]:
         puts = self._slot()
         if isinstance(node.out, str):
             self.slots[node.out] = puts
@@ -259,7 +259,7 @@ class _Planner:
         raise item.place.error(f"there is no value ${name[:80]}{near}")
 
 
-def _operation(node: Node) -> Callable[..., Any]:
+def _operation(node: ParsedNode) -> Callable[..., Any]:
     if node.target not in OPERATIONS:
         near = did_you_mean(node.target, OPERATIONS) or f"; known: {', '.join(OPERATIONS)}"
         raise ConfigError(f"{node.place}: there is no operation {node.target[:80]!r}{near}")
@@ -307,6 +307,6 @@ def _free(steps: list[Step], kept: set[int], passing: set[int]) -> list[Step]:
     return freed[::-1]
 
 
-def make_plan(graph: Graph, modules: dict[str, nn.Module], *, strict: bool = True) -> Plan:
+def make_plan(graph: ParsedGraph, modules: dict[str, nn.Module], *, strict: bool = True) -> Plan:
     """Return the plan of a graph over its modules."""
     return _Planner(graph, modules, strict=strict).plan()

@@ -11,8 +11,8 @@ from torch import nn
 
 from etude.errors import ConfigError
 from etude.policies.graph.components import find_component
-from etude.policies.graph.schema import Settings
-from etude.policies.graph.tree import Item, Place
+from etude.policies.graph.schema import GraphSettings
+from etude.policies.graph.tree import Item, WrittenAt
 from etude.reading.suggest import did_you_mean
 
 _RESERVED = ("_type_", "_target_", "_args_", "_kwargs_")
@@ -26,7 +26,7 @@ class Maker:
         allow_target: Whether the caller lets a file name any code to call.
     """
 
-    def __init__(self, settings: Settings, *, allow_target: bool) -> None:
+    def __init__(self, settings: GraphSettings, *, allow_target: bool) -> None:
         self.settings, self.allow_target = settings, allow_target
 
     def module(self, name: str, item: Item) -> nn.Module:
@@ -103,8 +103,8 @@ def literal(value: Any) -> Any:
 
 
 def check_call(
-    function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], place: Place, places: dict[str, Place],
-    what: str,
+    function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], place: WrittenAt,
+    places: dict[str, WrittenAt], what: str,
 ) -> None:  # fmt: skip
     """Refuse arguments that a function does not take, before it is called."""
     try:

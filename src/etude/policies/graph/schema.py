@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.policies.graph.tree import Item, Place, kind
+from etude.policies.graph.tree import Item, WrittenAt, kind
 from etude.reading.suggest import did_you_mean
 
 TOP = ("schema_version", "settings", "defaults", "imports", "templates", "model")
@@ -15,7 +15,7 @@ _DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16
 
 
 @dataclass(frozen=True)
-class Settings:
+class GraphSettings:
     """What a file allows itself; it can take back what the caller allows, never add to it."""
 
     strict: bool = True
@@ -37,7 +37,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Node:
+class ParsedNode:
     """One call: of a module or an operation."""
 
     name: str
@@ -47,7 +47,7 @@ class Node:
     args: list[Item]
     kwargs: dict[str, Item]
     out: str | list[str] | dict[str, str]
-    place: Place
+    place: WrittenAt
 
     @property
     def results(self) -> list[str]:
@@ -60,20 +60,20 @@ class Node:
 
 
 @dataclass
-class Graph:
+class ParsedGraph:
     """A model before anything is made."""
 
     inputs: list[Input]
     modules: dict[str, Item]
-    nodes: list[Node]
+    nodes: list[ParsedNode]
     outputs: dict[str, str]
     """Values by the key they are returned under."""
     returns: str
-    place: Place
+    place: WrittenAt
     known: set[str] = field(default_factory=set)
 
 
-def check_top(root: Item) -> Settings:
+def check_top(root: Item) -> GraphSettings:
     """Check the keys beside `model`."""
     items = root.mapping("a model's file")
     version = items.get("schema_version")
@@ -86,10 +86,10 @@ def check_top(root: Item) -> Settings:
     if "model" not in items:
         near = next((key for key in items if key not in TOP and did_you_mean(key, ("model",))), None)
         raise (items[near] if near else root).place.error("model is missing; it holds sequential or graph")
-    return _settings(items["settings"]) if "settings" in items else Settings()
+    return _settings(items["settings"]) if "settings" in items else GraphSettings()
 
 
-def _settings(item: Item) -> Settings:
+def _settings(item: Item) -> GraphSettings:
     keys = item.only(_SETTINGS)
     given: dict[str, Any] = {
         key: keys[key].flag(key) for key in ("strict", "allow_imports", "allow_target") if key in keys
@@ -97,7 +97,7 @@ def _settings(item: Item) -> Settings:
     if "allowed_import_prefixes" in keys:
         listed = keys["allowed_import_prefixes"].listed("allowed_import_prefixes")
         given["allowed_import_prefixes"] = tuple(one.text("a prefix") for one in listed)
-    return Settings(**given)
+    return GraphSettings(**given)
 
 
 def refuse_strays(root: Item, named: set[str]) -> None:
@@ -108,7 +108,7 @@ def refuse_strays(root: Item, named: set[str]) -> None:
             raise item.place.error(f"unknown key{near} A parameter of the file's own needs a ${{{key}}} that uses it")
 
 
-def parse(model: Item) -> Graph:
+def parse(model: Item) -> ParsedGraph:
     """Return the graph that the key `model` describes."""
     keys = model.only(("sequential", "graph"))
     if len(keys) != 1:
@@ -117,7 +117,7 @@ def parse(model: Item) -> Graph:
     return _sequential(item) if form == "sequential" else _graph(item)
 
 
-def _sequential(item: Item) -> Graph:
+def _sequential(item: Item) -> ParsedGraph:
     keys = item.only(("inputs", "layers", "outputs", "return"))
     inputs = _inputs(_required(item, keys, "inputs"))
     if len(inputs) != 1:
@@ -125,23 +125,23 @@ def _sequential(item: Item) -> Graph:
     layers = _required(item, keys, "layers").listed("layers")
     if not layers:
         raise keys["layers"].place.error("layers must not be empty")
-    graph = Graph(inputs, {}, [], {}, "single", item.place, {one.name for one in inputs})
+    graph = ParsedGraph(inputs, {}, [], {}, "single", item.place, {one.name for one in inputs})
     last = inputs[0].name
     for index, layer in enumerate(layers):
         graph.modules[f"layer{index}"] = layer
         result = f"h{index}"
         args = [Item(f"${last}", layer.place)]
-        node = Node(f"layer{index}", "module", f"layer{index}", args, {}, result, layer.place)
+        node = ParsedNode(f"layer{index}", "module", f"layer{index}", args, {}, result, layer.place)
         _add(graph, node)
         last = result
     _outputs(graph, keys, last)
     return graph
 
 
-def _graph(item: Item) -> Graph:
+def _graph(item: Item) -> ParsedGraph:
     keys = item.only(("inputs", "modules", "nodes", "order", "steps", "outputs", "return"))
     inputs = _inputs(_required(item, keys, "inputs"))
-    graph = Graph(inputs, {}, [], {}, "single", item.place, {one.name for one in inputs})
+    graph = ParsedGraph(inputs, {}, [], {}, "single", item.place, {one.name for one in inputs})
     for name, spec in keys["modules"].mapping("modules").items() if "modules" in keys else ():
         graph.modules[Item(name, spec.place).name("the module")] = spec
     if ("nodes" in keys) == ("steps" in keys):
@@ -181,7 +181,7 @@ def _listed_nodes(item: Item, keys: dict[str, Item]) -> list[tuple[str, Item]]:
     return list(listed.items())
 
 
-def _node(graph: Graph, name: str, item: Item) -> Node:
+def _node(graph: ParsedGraph, name: str, item: Item) -> ParsedNode:
     known = ("call", "args", "kwargs", "out") if name else ("name", "call", "args", "kwargs", "out")
     keys = item.only(known)
     out_item = keys.get("out")
@@ -202,7 +202,7 @@ def _node(graph: Graph, name: str, item: Item) -> Node:
         raise call.place.error(f"there is no module {target[:80]!r}{near}")
     args = keys["args"].listed("args") if "args" in keys else []
     kwargs = keys["kwargs"].mapping("kwargs") if "kwargs" in keys else {}
-    return Node(name, form, target, args, kwargs, _out(out_item, name), item.place)
+    return ParsedNode(name, form, target, args, kwargs, _out(out_item, name), item.place)
 
 
 def _out(item: Item | None, name: str) -> str | list[str] | dict[str, str]:
@@ -215,7 +215,7 @@ def _out(item: Item | None, name: str) -> str | list[str] | dict[str, str]:
     return item.name("the value")
 
 
-def _add(graph: Graph, node: Node) -> None:
+def _add(graph: ParsedGraph, node: ParsedNode) -> None:
     if any(node.name == other.name for other in graph.nodes):
         raise node.place.error(f"there are two nodes called {node.name!r}")
     for result in node.results:
@@ -276,7 +276,7 @@ def _shape(item: Item) -> tuple[int | str, ...]:
     return tuple(sizes)
 
 
-def _outputs(graph: Graph, keys: dict[str, Item], last: str) -> None:
+def _outputs(graph: ParsedGraph, keys: dict[str, Item], last: str) -> None:
     item = keys.get("outputs")
     inferred = "single"
     if item is None:
@@ -302,7 +302,7 @@ def _outputs(graph: Graph, keys: dict[str, Item], last: str) -> None:
         graph.outputs = {value: value for value in values}
 
 
-def _output(graph: Graph, item: Item) -> str:
+def _output(graph: ParsedGraph, item: Item) -> str:
     name = item.text("an output").removeprefix("$")
     if name not in graph.known:
         raise item.place.error(f"there is no value {name[:80]!r}{did_you_mean(name, graph.known)}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from etude.errors import ConfigError, as_path
 from etude.policies.graph.merge import merge
-from etude.policies.graph.tree import Item, Place, from_plain, path_text
+from etude.policies.graph.tree import Item, WrittenAt, from_plain, path_text
 from etude.reading.compose import EachFileOnce, read_file
 from etude.reading.origins import Layer
 from etude.reading.yaml12 import Path
@@ -17,17 +17,17 @@ from etude.reading.yaml12 import Path
 def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Item:
     """Return the tree of a file, with its `defaults` below it, or of a dictionary."""
     if isinstance(source, Mapping):
-        item = from_plain(source, Place("the dictionary"))
+        item = from_plain(source, WrittenAt("the dictionary"))
         if "defaults" in item.value:
             raise item.value["defaults"].place.error("files to build on belong in a file; merge dictionaries yourself")
         return merge(None, item)
     path = str(as_path(source, "the file of a model").expanduser())
     if "\0" in path:
         raise ConfigError(f"no such file: {path!r}")
-    return _Composer().files.file(path, "")
+    return _ModelComposer().files.file(path, "")
 
 
-class _Composer:
+class _ModelComposer:
     def __init__(self) -> None:
         self.files = EachFileOnce(self._compose)
 
@@ -45,7 +45,7 @@ class _Composer:
         return merge(base, own)
 
 
-def locate(name: str, file: str, place: Place) -> str:
+def locate(name: str, file: str, place: WrittenAt) -> str:
     """Return where a file is that another one names: beside it, or in the working directory."""
     if "${" in name or "\0" in name:
         raise place.error(f"{name[:80]!r} must be the plain name of a file")
@@ -59,7 +59,7 @@ def locate(name: str, file: str, place: Place) -> str:
 
 def _located(value: Any, at: Path, layer: Layer) -> Item:
     origin = layer.origin(at)
-    place = Place(origin.file, origin.line, origin.column, path_text(at))
+    place = WrittenAt(origin.file, origin.line, origin.column, path_text(at))
     if isinstance(value, dict):
         return Item({key: _located(item, (*at, key), layer) for key, item in value.items()}, place)
     if isinstance(value, list):

@@ -16,7 +16,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WrittenAt:
     """Where a value was written: a file and a line, or a dictionary, and the keys that lead to it."""
 
     file: str
@@ -38,7 +38,7 @@ class Item:
     """A value: a plain one, a list of items, or a mapping of items by key."""
 
     value: Any
-    place: Place
+    place: WrittenAt
 
     def mapping(self, what: str = "") -> dict[str, Item]:
         """Return the items by key; refuse anything else."""
@@ -93,7 +93,7 @@ class Budget:
     def __init__(self) -> None:
         self.left = MAX_NODES
 
-    def spend(self, place: Place, depth: int, count: int = 1) -> None:
+    def spend(self, place: WrittenAt, depth: int, count: int = 1) -> None:
         """Count values; refuse more than a model needs, and deeper nesting than one has."""
         self.left -= count
         if self.left < 0:
@@ -102,7 +102,7 @@ class Budget:
             raise place.error(f"nested more than {MAX_DEPTH} levels deep")
 
 
-def from_plain(value: Any, place: Place, budget: Budget | None = None, depth: int = 0) -> Item:
+def from_plain(value: Any, place: WrittenAt, budget: Budget | None = None, depth: int = 0) -> Item:
     """Return a plain value as items; below `place` the keys are added to its path."""
     budget = budget or Budget()
     budget.spend(place, depth)
@@ -123,9 +123,9 @@ def path_text(path: tuple[str | int, ...]) -> str:
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")
 
 
-def _below(place: Place, key: str | int) -> Place:
+def _below(place: WrittenAt, key: str | int) -> WrittenAt:
     path = f"{place.path}[{key}]" if isinstance(key, int) else f"{place.path}.{key}".lstrip(".")
-    return Place(place.file, place.line, place.column, path)
+    return WrittenAt(place.file, place.line, place.column, path)
 
 
 def kind(value: Any) -> str:

@@ -8,7 +8,6 @@ Shape letters: P prompts, B rows, V vocabulary.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ COMPACT_AT = 7 / 8
 
 @dataclass(slots=True)
 class GenerationStats:
-    """What a call of `generate` did, for those who ask where the time goes."""
+    """What a call of `generate` computed, for those who ask where the time goes."""
 
     prompt_tokens: int = 0
     """Tokens of prompts computed."""
@@ -36,8 +35,6 @@ class GenerationStats:
     """Tokens returned."""
     row_steps: int = 0
     """Rows times steps computed; what exceeds `new_tokens` was spent on rows already finished."""
-    steps: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -79,7 +76,6 @@ class Generator:
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, keys: Sequence[int], stats: GenerationStats
     ) -> list[list[Completion]]:
         """Return `n` completions of every prompt, in order."""
-        started_s = time.perf_counter()
         self._refuse(prompts, sampling, n, keys)
         places = [(prompt, index) for prompt in range(len(prompts)) for index in range(n)]
         found: list[list[Completion]] = [[] for _ in prompts]
@@ -90,7 +86,6 @@ class Generator:
             ):
                 found[prompt].append(completion)
         stats.new_tokens += sum(len(one.tokens) for group in found for one in group)
-        stats.seconds += time.perf_counter() - started_s
         return found
 
     def _refuse(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, keys: Sequence[int]) -> None:
@@ -148,7 +143,6 @@ class Generator:
                 decoder.keep(kept)
                 tokens_B, active = tokens_B[kept], [active[at] for at in unfinished]
             logits = decoder.step(tokens_B)
-            stats.steps += 1
             stats.row_steps += len(active)
         return [self._completion(row) for row in rows]
 

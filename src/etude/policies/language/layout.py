@@ -51,7 +51,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _PackedRow:
     tokens: list[int]
     """What must be computed: everything before the last counted token."""
     prompt: int
@@ -104,20 +104,20 @@ def lay_out(batch: Any, *, share: bool, device: torch.device, pack: bool = False
     )
 
 
-def _targets(order: list[_Row], device: torch.device) -> tuple[Tensor, Tensor]:
+def _targets(order: list[_PackedRow], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the counted tokens of rows in their order, and where in the batch they stand."""
     tokens = torch.tensor([token for row in order for token in row.targets], dtype=torch.int64, device=device)
     return tokens, torch.from_numpy(_join([row.places for row in order])).to(device)
 
 
-def _is_worth_packing(groups: list[list[_Row]]) -> bool:
+def _is_worth_packing(groups: list[list[_PackedRow]]) -> bool:
     widths = [_width(group) for group in groups]
     goes_on = any(len(row.tokens) > row.prompt for group in groups for row in group)
     whole = sum(len(row.tokens) for group in groups for row in group)
     return goes_on and max(widths, default=0) > PACK_ABOVE and whole <= PACK_ROWS * sum(widths)
 
 
-def _packed(groups: list[list[_Row]], shape: tuple[int, int], device: torch.device) -> Layout:
+def _packed(groups: list[list[_PackedRow]], shape: tuple[int, int], device: torch.device) -> Layout:
     """Lay everything out in one line: each prompt, and behind it what its rows go on with."""
     tokens: list[int] = []
     positions, sources, prompts, owners, rests = [], [], [], [], []
@@ -159,7 +159,7 @@ def _array(batch: Any, name: str, ids: Tensor) -> np.ndarray | None:
     return array
 
 
-def _rows(ids: np.ndarray | None, attention: np.ndarray | None, loss: np.ndarray | None) -> Iterable[_Row]:
+def _rows(ids: np.ndarray | None, attention: np.ndarray | None, loss: np.ndarray | None) -> Iterable[_PackedRow]:
     assert ids is not None
     for number, line in enumerate(ids):
         real = np.arange(line.size) if attention is None else np.flatnonzero(attention[number])
@@ -168,20 +168,20 @@ def _rows(ids: np.ndarray | None, attention: np.ndarray | None, loss: np.ndarray
         counted = np.flatnonzero(counts)
         if counted.size:
             tokens = line[real[: counted[-1]]].tolist()
-            yield _Row(
+            yield _PackedRow(
                 tokens, int(counted[0]), counted, line[real[counted]].tolist(), number * line.size + real[counted]
             )
 
 
-def _groups(rows: list[_Row], share: bool) -> Iterable[list[_Row]]:
+def _groups(rows: list[_PackedRow], share: bool) -> Iterable[list[_PackedRow]]:
     """Return the rows of each prompt, which is all that precedes the first counted token."""
-    groups: dict[Any, list[_Row]] = {}
+    groups: dict[Any, list[_PackedRow]] = {}
     for number, row in enumerate(rows):
         groups.setdefault(tuple(row.tokens[: row.prompt]) if share else number, []).append(row)
     return groups.values()
 
 
-def _lines(group: list[_Row]) -> Iterable[list[_Row]]:
+def _lines(group: list[_PackedRow]) -> Iterable[list[_PackedRow]]:
     """Yield the rows of a prompt that share a line."""
     line, width = [group[0]], len(group[0].tokens)
     for row in group[1:]:
@@ -194,7 +194,7 @@ def _lines(group: list[_Row]) -> Iterable[list[_Row]]:
     yield line
 
 
-def _width(line: list[_Row]) -> int:
+def _width(line: list[_PackedRow]) -> int:
     prompt = line[0].prompt
     return prompt + sum(len(row.tokens) - prompt for row in line)
 

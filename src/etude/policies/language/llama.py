@@ -28,7 +28,7 @@ JOIN_BELOW = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerWeights:
     """The weights of one layer; `qkv` and `gate_up` hold one joined matrix or their parts."""
 
     attention_norm: Tensor
@@ -214,7 +214,7 @@ class LlamaDecoder:
         self._keys = [keys.index_select(0, rows) for keys in self._keys]
         self._values = [values.index_select(0, rows) for values in self._values]
 
-    def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries and keys, and values, as (..., heads, D)."""
         normed = self._norm(x, layer.attention_norm)
         parts = [functional.linear(normed, weight) for weight in layer.qkv]
@@ -229,7 +229,7 @@ class LlamaDecoder:
             both = (both * cos + turned_halves * sin).to(self._dtype)
         return both[..., : self._heads, :], both[..., self._heads :, :], v
 
-    def _finish(self, layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
+    def _finish(self, layer: LayerWeights, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + functional.linear(mixed, layer.out)
         normed = self._norm(x, layer.mlp_norm)
         if len(layer.gate_up) == 1:
@@ -260,9 +260,9 @@ class LlamaDecoder:
         return torch.cat((cos, cos), 1).to(dtype), torch.cat((-sin, sin), 1).to(dtype)
 
 
-def _read(layer: Any, dtype: torch.dtype) -> Layer:
+def _read(layer: Any, dtype: torch.dtype) -> LayerWeights:
     q, k, v, out, gate, up, down = (effective_weight(module).to(dtype) for module in _projections(layer))
-    return Layer(
+    return LayerWeights(
         layer.input_layernorm.weight,
         _joined(q, k, v),
         out,

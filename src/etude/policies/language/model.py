@@ -32,7 +32,7 @@ from etude.policies.language.layout import Layout, lay_out
 from etude.policies.language.lora import Lora, merged
 from etude.policies.language.packed import attending
 from etude.policies.language.sampling import Completion, Sampling
-from etude.policies.language.source import Source
+from etude.policies.language.source import ModelSource
 from etude.policies.language.tiny import CHARACTERS, Tiny
 from etude.rng import generators_kept
 from etude.runs.durable import write_atomically
@@ -59,7 +59,7 @@ class LanguageModel(nn.Module):
         tokenizer: Any,
         *,
         value_head: bool = False,
-        source: Source | None = None,
+        source: ModelSource | None = None,
         max_rows: int = 64,
     ) -> None:
         """Wrap a transformers model, with or without peft adapters.
@@ -119,7 +119,7 @@ class LanguageModel(nn.Module):
         path, place = as_path(path_or_id, "a model"), str(path_or_id)  # as written: `./a/b` is no hub id
         if gguf_file is None and path.suffix == ".gguf":
             path, place, gguf_file = path.parent, str(path.parent), path.name
-        policy = cls._build(Source(place, gguf_file, dtype=dtype), Lora.of(lora), value_head, seed)
+        policy = cls._build(ModelSource(place, gguf_file, dtype=dtype), Lora.of(lora), value_head, seed)
         if policy.value_head is not None and (path / VALUE_HEAD_FILE).is_file():
             policy._load_value_head(path / VALUE_HEAD_FILE)
         return policy
@@ -138,7 +138,7 @@ class LanguageModel(nn.Module):
         """Make a tiny Llama over single characters; `sizes` are those of `Tiny`, and `seed` that of its weights."""
         kind = Tiny.of({"vocabulary": vocabulary, **sizes})
         seed = _drawn() if seed is None else seed
-        return cls._build(Source(tiny=kind, seed=seed, dtype=dtype), Lora.of(lora), value_head, seed)
+        return cls._build(ModelSource(tiny=kind, seed=seed, dtype=dtype), Lora.of(lora), value_head, seed)
 
     @classmethod
     def smollm2(cls, **options: Any) -> Self:
@@ -146,7 +146,7 @@ class LanguageModel(nn.Module):
         return cls.from_pretrained("smollm2", **options)
 
     @classmethod
-    def _build(cls, source: Source, lora: Lora | None, value_head: bool, seed: int | None) -> Self:
+    def _build(cls, source: ModelSource, lora: Lora | None, value_head: bool, seed: int | None) -> Self:
         model, tokenizer = source.load(), source.load_tokenizer()
         if lora is not None:
             seed = _drawn() if seed is None else seed

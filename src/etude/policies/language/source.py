@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """A path or hub id, a GGUF file in it, or the sizes of a tiny model and the seed of its weights."""
 
     path: str | None = None

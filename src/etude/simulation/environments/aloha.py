@@ -10,15 +10,7 @@ import numpy as np
 from etude.errors import ConfigError
 from etude.extras import import_extra
 from etude.reading.suggest import did_you_mean
-from etude.simulation.environments.base import (
-    ACTION,
-    ENVIRONMENT_STATE,
-    STATE,
-    Array,
-    Observation,
-    StepOutcome,
-    image_name,
-)
+from etude.simulation.environments.base import Array, Observation, StepOutcome
 from etude.simulation.environments.rendering import (
     CameraRenderer,
     prepare_mujoco,
@@ -26,6 +18,7 @@ from etude.simulation.environments.rendering import (
     require_rendering,
 )
 from etude.types import DataSpec, Feature
+from etude.types.names import ACTION, ENVIRONMENT_STATE, STATE, image_name
 
 FPS = 50.0
 CAMERAS = ("top", "angle", "front_close")

@@ -15,15 +15,6 @@ Array = NDArray[Any]
 Observation = dict[str, Array]
 """Arrays by feature name; images are uint8 (height, width, 3)."""
 
-STATE = "observation.state"
-ENVIRONMENT_STATE = "observation.environment_state"
-ACTION = "action"
-
-
-def image_name(camera: str) -> str:
-    """Return the feature that holds the images of a camera."""
-    return f"observation.images.{camera}"
-
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:

@@ -12,18 +12,10 @@ import numpy as np
 
 from etude.errors import ConfigError, MissingExtraError
 from etude.extras import import_extra
-from etude.simulation.environments.base import (
-    ACTION,
-    ENVIRONMENT_STATE,
-    STATE,
-    Array,
-    Observation,
-    StepOutcome,
-    as_image,
-    image_name,
-)
+from etude.simulation.environments.base import Array, Observation, StepOutcome, as_image
 from etude.simulation.environments.rendering import prepare_mujoco
 from etude.types import DataSpec, Feature
+from etude.types.names import ACTION, ENVIRONMENT_STATE, STATE, image_name
 
 _STATE_KEYS = ("agent_pos", "observation", "proprioception", "state")
 _DEFAULT_FPS = 30.0

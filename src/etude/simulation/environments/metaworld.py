@@ -15,11 +15,12 @@ import numpy as np
 from etude.errors import ConfigError
 from etude.extras import import_extra
 from etude.reading.suggest import did_you_mean
-from etude.simulation.environments.base import ACTION, STATE, Array, Observation, StepOutcome, image_name
+from etude.simulation.environments.base import Array, Observation, StepOutcome
 from etude.simulation.environments.metaworld_tasks import CAMERAS, TASKS
 from etude.simulation.environments.quick_sawyer import quick_class
 from etude.simulation.environments.rendering import CameraRenderer, prepare_mujoco, require_rendering
 from etude.types import DataSpec, Feature
+from etude.types.names import ACTION, STATE, image_name
 
 FPS = 80.0
 _TURNED = {"corner": True, "corner2": True, "corner3": True, "corner4": True}

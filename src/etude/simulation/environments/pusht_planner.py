@@ -32,9 +32,9 @@ _CLEARANCE: Final = 12.0
 _MARGIN: Final = 8.0
 """Space between finger and block on the way there."""
 _SPACING: Final = 15.0
-_TILTS: Final = (0.0, -0.35, 0.35)
 _REACH: Final = 160.0
 """The longest push."""
+_TILTS: Final = (0.0, -0.35, 0.35)
 _TURN_WEIGHT: Final = 45.0
 """Pixels that one radian is worth: what an end of the block moves by."""
 _TRAVEL_WEIGHT: Final = 0.002
@@ -45,10 +45,10 @@ _FAST: Final = 70.0
 _PACE: Final = 10.0
 """What a step of a push covers at most. All steps of a push are alike, the last one too: if the finger
 slowed down towards the end, less than a pixel would decide between staying there and going on."""
-_LANDED: Final = 0.5
 _KEPT_WAY, _KEPT_SPEED = np.linalg.matrix_power(np.array([[0.99, 0.008], [-1.0, 0.8]]), 10)[0].tolist()
 """What a step of the environment leaves of the way to the target, and the way that a pixel per second goes in it: ten
 times 10 ms of its controller, an acceleration of 100 times the way to the target less 20 times the velocity."""
+_LANDED: Final = 0.5
 _ARRIVED: Final = 4.0
 _ASIDE: Final = 8.0
 """How far beside its line the finger may be in a push."""

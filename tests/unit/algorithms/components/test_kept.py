@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from functools import partial
 from pathlib import Path
@@ -12,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from etude import Callback, TrainingConfiguration
+from etude import TrainingConfiguration
 from etude.config.training import OptimizerConfiguration
 from etude.registry import TRAINER_REGISTRY
 from etude.runs.checkpoint import CheckpointStore
 from etude.trainer import wrap_train_step
+from tests.callbacks import DieAt
 from tests.component_models import chunks, components
 from tests.processes import run_ranks
 
@@ -94,21 +94,12 @@ def fit(key: str, run: Path, **settings: Any) -> None:
     make(key, run, **settings).fit()
 
 
-class Die(Callback):
-    """Ends the process without a word after a step."""
-
-    def on_step_end(self, trainer: Any, metrics: Any) -> None:
-        if trainer.progress.step == 5:
-            trainer.session.record.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("key", TRAINERS)
 def test_a_killed_run_ends_bit_for_bit_like_an_undisturbed_one(key: str, tmp_path: Path) -> None:
     straight = make(key, tmp_path / "straight")
     straight.fit()
-    killed = run_ranks(lambda: make(key, tmp_path / "killed", callbacks=[Die()]).fit(), 1)
+    killed = run_ranks(lambda: make(key, tmp_path / "killed", callbacks=[DieAt(5)]).fit(), 1)
     assert killed == [-signal.SIGKILL]
     resumed = make(key, tmp_path / "killed")
     resumed.fit()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from etude.data.lerobot.reader import LeRobotDataset
 # In policy/act/trainer.py
 from etude.engines.huggingface import BaseTrainer
 from etude.policies import ACTPolicy
-from tests.processes import reap, run_ranks, spawn
+from tests.processes import reap, run_example, run_ranks, spawn
 from tests.unit.data.lerobot.recordings import record
 from tests.unit.engines.huggingface.parts import same
 
@@ -166,9 +164,6 @@ def test_wandb_hears_of_the_run(prepared: LeRobotDataset, monkeypatch: pytest.Mo
 def test_the_example_runs(repository: Path, tmp_path: Path, child_env: dict[str, str]) -> None:
     path = repository / "examples" / "huggingface_trainer.py"
     assert len(path.read_text().splitlines()) <= 120
-    command = [sys.executable, "-W", "error", str(path)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=child_env, capture_output=True, text=True, timeout=110, check=False
-    )
+    done = run_example(path, cwd=tmp_path, env=child_env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the same weights" in done.stdout

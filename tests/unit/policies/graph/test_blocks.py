@@ -81,12 +81,12 @@ def test_every_block_is_tried_here() -> None:
 
 def test_every_module_of_torch_is_known_by_name() -> None:
     from etude.policies.graph.components import find_component
-    from etude.policies.graph.tree import Item, Place
+    from etude.policies.graph.tree import Item, WrittenAt
 
     classes = {name: getattr(nn, name) for name in dir(nn) if isinstance(getattr(nn, name), type)}
     names = [name for name, found in classes.items() if issubclass(found, nn.Module)]
     assert len(names) > 100
-    assert all(find_component(Item(f"nn.{name}", Place("here"))) is getattr(nn, name) for name in names)
+    assert all(find_component(Item(f"nn.{name}", WrittenAt("here"))) is getattr(nn, name) for name in names)
 
 
 def test_codes_that_nothing_uses_are_replaced_by_latents() -> None:

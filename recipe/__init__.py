@@ -1,0 +1,1 @@
+"""Recipes that come with Etude; docs/howto/recipes.md walks through them."""
