@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -9,6 +10,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +83,18 @@ class Served:
             return status, content
 
 
-def quiet_client() -> None:
-    """Keep the client from sending statistics."""
+@contextmanager
+def connected(served: Served, key: str = KEY) -> Iterator[Any]:
+    """Context with the official client of a service; what it leaves open at its end is closed without complaint."""
+    import tinker
+
     os.environ["TINKER_TELEMETRY"] = "0"
+    client = tinker.ServiceClient(base_url=served.url, api_key=key)
+    try:
+        yield client
+    finally:
+        client.close("success").result()
+        del client
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -67,6 +68,8 @@ def run_service(
         make_app(service, known), log_level="warning", access_log=False, timeout_graceful_shutdown=5,
         timeout_keep_alive=75, log_config=None,
     )  # fmt: skip
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # uvicorn ends in good order, and then sends itself the signal once more
     uvicorn.Server(config).run(sockets=[listener])
 
 
