@@ -14,7 +14,7 @@ from torch import nn
 from etude.errors import ConfigError
 from etude.policies.language import LanguageModel
 from etude.policies.language.lora import Lora
-from etude.policies.language.source import Source
+from etude.policies.language.source import ModelSource
 from etude.policies.language.tiny import Tiny
 from etude.rng import generators_kept
 
@@ -49,7 +49,7 @@ class Bases:
         Args:
             names: `tiny`, `smollm2`, or directories of Hugging Face models; a directory is offered by its last name.
         """
-        self._sources: dict[str, tuple[Source, str]] = {}
+        self._sources: dict[str, tuple[ModelSource, str]] = {}
         for name in names:
             key, source, tokenizer = _source_of(name)
             if key in self._sources:
@@ -109,15 +109,15 @@ class Bases:
                 return LanguageModel(lora.apply(model), base.tokenizer)
 
 
-def _source_of(name: str) -> tuple[str, Source, str]:
+def _source_of(name: str) -> tuple[str, ModelSource, str]:
     if name == "tiny":
-        return name, Source(tiny=Tiny()), name
+        return name, ModelSource(tiny=Tiny()), name
     if name == "smollm2":
-        return name, Source("smollm2"), name
+        return name, ModelSource("smollm2"), name
     path = Path(name).expanduser()
     if not path.is_dir():
         raise ConfigError(f"there is no model {name!r}: name {' or '.join(EMBEDDED)}, or a directory of one")
-    return path.resolve().name, Source(str(path)), str(path.resolve())
+    return path.resolve().name, ModelSource(str(path)), str(path.resolve())
 
 
 def _targets(model: Any, adapter: Adapter) -> list[str]:
