@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import sqlite3
-from collections.abc import Mapping
-from contextlib import closing
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,10 +20,23 @@ from etude.runs.checkpoint import CheckpointStore
 from etude.runs.metrics import read_metrics
 from etude.runs.tensor_file import read_tensor_file
 from etude.service.server.bases import Adapter, Bases
-from tests.served import Served
+from tests.served import KEY, Served
 
 RANK, SEED = 8, 5
 QUICK: dict[str, Any] = {"lr": 3e-3, "batch_size": 8, "training_steps": 2, "log_every": 1, "device": "cpu", "seed": SEED}
+# Where gradients are nothing but rounding, Adam with its usual eps would make whole steps of it.
+STEADY: dict[str, Any] = {"optimizer_params": {"eps": 1e-4}, "clip_norm": 1.0, "weight_decay": 0.01}
+
+
+@contextmanager
+def quiet_client() -> Iterator[None]:
+    """Context in which the client has its key, and what it leaves open at the end is closed without complaint."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setenv("TINKER_API_KEY", KEY)
+        patch.setenv("TINKER_TELEMETRY", "0")
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield
+        gc.collect()
 
 
 def adapted() -> Any:
@@ -55,6 +71,13 @@ def weights_on(served: Served, run: Path) -> dict[str, Tensor]:
         (file,) = db.execute(query, (model, kind, name)).fetchone()
     tensors = read_tensor_file(served.folder / "weights" / file)
     return {key.removeprefix("weights."): one for key, one in tensors.items() if key.startswith("weights.")}
+
+
+def steps_on(served: Served) -> int:
+    """Return how many steps a service has made, of all its models."""
+    with closing(sqlite3.connect(served.folder / "service.db")) as db:
+        (found,) = db.execute("SELECT SUM(steps) FROM models").fetchone()
+    return int(found or 0)
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

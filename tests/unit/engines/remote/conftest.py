@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import warnings
 from collections.abc import Iterator
 
 import pytest
 
-from tests.served import KEY, Served
+from tests.served import Served
+from tests.unit.engines.remote.apart import quiet_client
 
 
 @pytest.fixture(scope="package")
@@ -20,11 +18,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(autouse=True)
-def quiet_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give the client its key, and close what it leaves open without complaint."""
-    monkeypatch.setenv("TINKER_API_KEY", KEY)
-    monkeypatch.setenv("TINKER_TELEMETRY", os.environ.get("TINKER_TELEMETRY", "0"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
+def quiet() -> Iterator[None]:
+    with quiet_client():
         yield
-        gc.collect()
