@@ -118,7 +118,9 @@ class Holder(Trainer):
             gather=session.gather,
         )  # fmt: skip
         if inner._url and session.group.is_main:
-            level, why = (logging.WARNING, "nothing answers there") if inner._calls_service else (logging.INFO, "backend")
+            level, why = (
+                (logging.WARNING, "nothing answers there") if inner._calls_service else (logging.INFO, "backend")
+            )
             log.log(level, "train_service.url %s is not called (%s): the service is this process", inner._url, why)
 
     def configure_optimizers(self) -> Optimizers:

@@ -76,7 +76,9 @@ class RemoteService:
         if urlsplit(url).scheme not in ("http", "https"):
             raise ConfigError(f"the url of a training service starts with http:// or https://, got {url!r}")
         if timeout_s <= 0 or wanted.lora_rank < 0:
-            raise ConfigError(f"timeout_s must be positive and lora_rank not negative, got {timeout_s}, {wanted.lora_rank}")
+            raise ConfigError(
+                f"timeout_s must be positive and lora_rank not negative, got {timeout_s}, {wanted.lora_rank}"
+            )
         api_key = api_key or os.environ.get(KEY_VARIABLE)
         if api_key:
             register_secret(api_key)
@@ -195,7 +197,9 @@ class RemoteService:
         """Return a client of the model before training."""
         if self._reference is None:
             client, name = self._client, self.base_model
-            self._reference = self.call("getting the base model", lambda: client.create_sampling_client(base_model=name))
+            self._reference = self.call(
+                "getting the base model", lambda: client.create_sampling_client(base_model=name)
+            )
         return self._reference
 
     # ---- waiting -----------------------------------------------------------------------------------------------------

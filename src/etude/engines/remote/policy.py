@@ -20,7 +20,16 @@ from etude.rng import fold
 from etude.types import Loss
 
 _OF_TEXT: Final = frozenset(
-    ["tokenizer", "encode", "encode_chat", "encode_continuation", "decode", "pad_token_id", "eos_token_id", "end_tokens"]
+    [
+        "tokenizer",
+        "encode",
+        "encode_chat",
+        "encode_continuation",
+        "decode",
+        "pad_token_id",
+        "eos_token_id",
+        "end_tokens",
+    ]
 )
 """What is asked of the model here: it has the tokenizer."""
 _LARGEST_SEED: Final = (1 << 63) - 1

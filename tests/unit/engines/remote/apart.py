@@ -23,7 +23,14 @@ from etude.service.server.bases import Adapter, Bases
 from tests.served import KEY, Served
 
 RANK, SEED = 8, 5
-QUICK: dict[str, Any] = {"lr": 3e-3, "batch_size": 8, "training_steps": 2, "log_every": 1, "device": "cpu", "seed": SEED}
+QUICK: dict[str, Any] = {
+    "lr": 3e-3,
+    "batch_size": 8,
+    "training_steps": 2,
+    "log_every": 1,
+    "device": "cpu",
+    "seed": SEED,
+}
 # Where gradients are nothing but rounding, Adam with its usual eps would make whole steps of it.
 STEADY: dict[str, Any] = {"optimizer_params": {"eps": 1e-4}, "clip_norm": 1.0, "weight_decay": 0.01}
 

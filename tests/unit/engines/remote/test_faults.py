@@ -21,7 +21,16 @@ from etude.engines.remote.engine import RemoteEngine
 from etude.errors import CheckpointError, ServiceError
 from tests.processes import free_port
 from tests.served import Served
-from tests.unit.engines.remote.apart import STEADY, adapted, difference, digits, quick, quiet_client, rows_of, weights_on
+from tests.unit.engines.remote.apart import (
+    STEADY,
+    adapted,
+    difference,
+    digits,
+    quick,
+    quiet_client,
+    rows_of,
+    weights_on,
+)
 
 pytest.importorskip("tinker")
 pytest.importorskip("peft")
@@ -62,7 +71,9 @@ def undisturbed(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return run
 
 
-def test_a_killed_trainer_goes_on_from_what_the_service_saved(served: Served, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_killed_trainer_goes_on_from_what_the_service_saved(
+    served: Served, undisturbed: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     program = "import sys; from tests.unit.engines.remote.test_faults import die; die(*sys.argv[1:])"
     ended = subprocess.run([sys.executable, "-c", program, str(run), served.url], timeout=110, check=False)
