@@ -4,7 +4,7 @@
 
 BIN := .venv/bin
 EXTRAS ?= dev
-TEST_EXTRAS := components dev hf lightning llm ray report sim
+TEST_EXTRAS := components dev hf lightning llm ray report service sim
 PYTEST_ARGS ?=
 # A file at a time, on both cores, in their order: the longest come first. 0 runs everything in one process.
 PYTEST_WORKERS ?= 2

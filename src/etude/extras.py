@@ -8,9 +8,10 @@ from typing import Any, Final
 from etude.errors import MissingExtraError
 
 EXTRAS: Final = {
-    "accelerate": "hf", "geomloss": "components", "gguf": "llm", "gymnasium": "sim", "h5py": "sim",
-    "lightning": "lightning", "metaworld": "sim", "mujoco": "sim", "peft": "llm", "pyarrow": "sim", "ray": "ray",
-    "reasoning_gym": "llm", "schedulefree": "components", "sklearn": "quickstart", "transformers": "hf", "zarr": "sim",
+    "accelerate": "hf", "fastapi": "service", "geomloss": "components", "gguf": "llm", "gymnasium": "sim",
+    "h5py": "sim", "lightning": "lightning", "metaworld": "sim", "mujoco": "sim", "peft": "llm", "pyarrow": "sim",
+    "ray": "ray", "reasoning_gym": "llm", "schedulefree": "components", "sklearn": "quickstart", "transformers": "hf",
+    "zarr": "sim",
 }  # fmt: skip
 """Which extra brings a module that a component may lack."""
 

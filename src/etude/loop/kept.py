@@ -125,6 +125,9 @@ class Kept:
             return self._restore_list(held, content)
         if kind == "array":
             return content.numpy().copy()
+        if kind == "items" and held is None:  # made on the way: what can be made again is
+            made = {key: self._restore(None, item) for key, item in content.items()}
+            return {key: value for key, value in made.items() if value is not _LEFT_OUT}
         if held is None:
             return _LEFT_OUT  # made later, or not at all in this version of the class
         if kind == "module":

@@ -291,13 +291,14 @@ def _losses(
         loss_BT = losses.cross_entropy(log_probs_BT, torch.where(mask_BT != 0, weights_BT, 0.0))
     else:
         old_BT, advantages_BT = (_needed(batch, name, loss_fn) for name in ("old_log_probs", "advantages"))
-        loss_BT = _policy_loss(loss_fn, options)(log_probs_BT, old_BT, advantages_BT, mask_BT)
+        loss_BT = policy_loss(loss_fn, options)(log_probs_BT, old_BT, advantages_BT, mask_BT)
     if asked:
         loss_BT = loss_BT - options["entropy_coeff"] * torch.where(mask_BT != 0, found.entropy, 0.0)
     return loss_BT, log_probs_BT.detach()
 
 
-def _policy_loss(loss_fn: str, options: Mapping[str, float]) -> Callable[..., Tensor]:
+def policy_loss(loss_fn: str, options: Mapping[str, float]) -> Callable[..., Tensor]:
+    """Return the loss of a name by token, given log-probabilities, old ones, advantages and a mask."""
     low, high = options.get("clip_low_threshold", 0.0), options.get("clip_high_threshold", 0.0)
     if loss_fn == "ppo":
         return lambda *given: losses.ppo_clip(*given, clip_low=1.0 - low, clip_high=high - 1.0)

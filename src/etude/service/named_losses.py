@@ -13,15 +13,9 @@ from torch import Tensor
 
 from etude.algorithms import losses
 from etude.errors import ConfigError, DataError
+from etude.service.in_process import LOSSES, policy_loss
 
-CONFIG: Final[dict[str, dict[str, float]]] = {
-    "cross_entropy": {},
-    "importance_sampling": {},
-    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
-    "dro": {"beta": 0.05},
-    "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
-}
+CONFIG: Final = {**LOSSES, "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}}
 """The losses by name, with what each takes in `loss_fn_config`."""
 _POLICY_INPUTS: Final = ("logprobs", "advantages")
 
@@ -41,7 +35,7 @@ def config_of(loss_fn: str, given: Mapping[str, float | str]) -> dict[str, float
 
 
 def require_inputs(loss_fn: str, inputs: Mapping[str, Tensor], where: str) -> None:
-    """Refuse a datum that lacks what its loss needs, has what it does not take, or in another shape than its targets."""
+    """Refuse a datum that lacks what its loss needs, has what it does not take, or has it in another shape."""
     needed = () if loss_fn == "cross_entropy" else _POLICY_INPUTS
     extra = ("weights",) if loss_fn == "cross_entropy" else ("sequence_ratio_mask",) if loss_fn == "gspo" else ()
     known = ("target_tokens", "mask", *needed, *extra)
@@ -72,15 +66,7 @@ def loss_by_token(
         return losses.cross_entropy(log_probs_1N, torch.where(mask_1N != 0, weights_1N, 0.0)).reshape(shape)
     given = log_probs_1N, flat["logprobs"].float(), flat["advantages"].float()
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 0.0)
-    if loss_fn == "ppo":
-        found = losses.ppo_clip(*given, mask_1N, clip_low=1.0 - low, clip_high=high - 1.0)
-    elif loss_fn == "cispo":
-        found = losses.cispo(*given, mask_1N, ratio_low=low, ratio_high=high)
-    elif loss_fn == "dro":
-        found = losses.dro(*given, mask_1N, beta=config["beta"])
-    elif loss_fn == "gspo":
-        counted_1N = mask_1N if "sequence_ratio_mask" not in flat else mask_1N * flat["sequence_ratio_mask"].float()
-        found = losses.gspo(*given, counted_1N, clip_low=1.0 - low, clip_high=high - 1.0)
-    else:
-        found = losses.importance_sampling(*given, mask_1N)
-    return found.reshape(shape)
+    if loss_fn != "gspo":
+        return policy_loss(loss_fn, config)(*given, mask_1N).reshape(shape)
+    counted_1N = mask_1N * flat["sequence_ratio_mask"].float() if "sequence_ratio_mask" in flat else mask_1N
+    return losses.gspo(*given, counted_1N, clip_low=1.0 - low, clip_high=high - 1.0).reshape(shape)

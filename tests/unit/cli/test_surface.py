@@ -101,6 +101,12 @@ etude redteam evaluate --rollouts N = 48
 etude redteam evaluate --scorer NAME
 etude redteam evaluate --set KEY=VALUE
 etude redteam evaluate --target MODEL
+etude serve --folder DIR = service
+etude serve --host ADDRESS = 127.0.0.1
+etude serve --keys FILE
+etude serve --model MODEL
+etude serve --port N = 8000
+etude serve --snapshot-steps N
 etude serve-policy POLICY
 etude serve-policy --host ADDRESS = 127.0.0.1
 etude serve-policy --key TEXT

@@ -323,3 +323,23 @@ def test_rollouts_drawn_at_another_temperature_are_learned_from_at_it() -> None:
     assert inner._loss_algorithm.temperature == 0.7
     with pytest.raises(ConfigError, match=r"drawn at temperature 0\.7"):
         SelfHostedGrpoTrainer({"algorithm": {"temperature": 1.0}}).fit(tiny(), digits(temperature=0.7), run=False)
+
+
+def test_what_a_trainer_begins_to_keep_on_the_way_is_kept_too(tmp_path: Path) -> None:
+    class Counting(SelfHostedGrpoTrainer):
+        def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+            if not hasattr(self, "lengths"):
+                self.lengths: dict[Any, Any] = {}
+            for length in (batch["loss_mask"] != 0).sum(1).tolist():
+                self.lengths[length] = self.lengths.get(length, 0) + 1
+            self.lengths.setdefault("steps", []).append(self._train_step)
+            return super()._prepare_batch(batch)
+
+    def train(run: Path, steps: int) -> dict[Any, Any]:
+        inner = Counting(SETTINGS)
+        training = {**QUICK, "training_steps": steps}
+        inner.fit(tiny(), digits(), run=run, training=training, loggers=[], show_progress=False)
+        return inner.lengths
+
+    train(tmp_path / "stopped", 2)
+    assert train(tmp_path / "stopped", 3) == train(tmp_path / "whole", 3)

@@ -10,11 +10,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 
 from etude.errors import EtudeError
 from etude.service.server import bodies
@@ -47,9 +46,19 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
     app.state.service, app.state.keys = service, keys
     app.add_exception_handler(EtudeError, _say_refusal)
     app.add_exception_handler(HTTPException, _say_http)
+    for status in (404, 405):
+        app.add_exception_handler(status, _say_missing)
     app.add_exception_handler(RequestValidationError, _say_invalid)
     app.include_router(_open_router())
-    for router in (_session_router(), _training_router(), _sampling_router(), futures_router(), runs_router()):
+    routers = (
+        _session_router(),
+        _training_router(),
+        _saving_router(),
+        _sampling_router(),
+        futures_router(),
+        runs_router(),
+    )
+    for router in routers:
         app.include_router(router, prefix="/api/v1")
     return app
 
@@ -69,11 +78,13 @@ async def _say_refusal(_: Request, error: Exception) -> Response:
     return JSONResponse({"detail": str(error)}, getattr(error, "status", 400))
 
 
-async def _say_http(request: Request, error: Exception) -> Response:
+async def _say_missing(request: Request, error: Any) -> Response:
+    detail = f"this service does not offer {request.method} {request.url.path[:200]}"
+    return JSONResponse({"detail": detail}, error.status_code)
+
+
+async def _say_http(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code in (404, 405):
-        detail = f"this service does not offer {request.method} {request.url.path[:200]}"
-        return JSONResponse({"detail": detail}, error.status_code)
     return JSONResponse({"detail": str(error.detail)}, error.status_code)
 
 
@@ -185,6 +196,12 @@ def _training_router() -> APIRouter:
         payload = canonical_json(body.adam_params.model_dump())
         return _submit(service, owner, body, "optim_step", payload)
 
+    return router
+
+
+def _saving_router() -> APIRouter:
+    router = APIRouter()
+
     @router.post("/save_weights")
     def save_weights(body: bodies.SaveWeights, service: Served, owner: Owner) -> dict[str, Any]:
         given = {"name": body.path, **body.model_dump(include={"ttl_seconds", "overwrite", "user_metadata"})}
@@ -290,4 +307,3 @@ def submit_sample(service: Service, owner: str, body: bodies.Sample) -> str:
     drawn = {**asked, "seed": secrets.randbits(62) if params.seed is None else params.seed}
     same = canonical_json(asked)
     return service.submit(owner, sampler["id"], body.seq_id, "sample", canonical_json(drawn), same=same)
-

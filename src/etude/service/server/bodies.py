@@ -10,6 +10,7 @@ MAX_TOKENS = 1 << 20
 _Text = Annotated[str, Field(max_length=300)]
 _Place = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 _Seconds = Annotated[int, Field(ge=1, le=10 * 366 * 24 * 3600)]
 
 
@@ -43,7 +44,7 @@ class Lora(Body):
     """Which weights are trained."""
 
     rank: int = 32
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
+    seed: _Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -161,7 +162,7 @@ class SamplingParams(Body):
     """How to draw."""
 
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
+    seed: _Seed | None = None
     stop: str | list[_Token] | list[str] | None = None
     temperature: FiniteFloat = Field(1.0, ge=0)
     top_k: int = Field(-1, ge=-1)

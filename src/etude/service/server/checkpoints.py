@@ -23,7 +23,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 @dataclass
 class Effects:
-    """What a request changes beside its model: rows in the transaction of its result, files once that is on the disk."""
+    """What a request changes beside its model: rows in the transaction of its result, files after it."""
 
     writes: list[Callable[[sqlite3.Connection], Any]] = field(default_factory=list)
     unused: list[str | None] = field(default_factory=list)
@@ -93,9 +93,7 @@ def save_sampler(
     return {"path": None, "sampling_session_id": sampler["id"]}
 
 
-def _row(
-    model: sqlite3.Row, kind: str, name: str, given: Mapping[str, Any], file: str, size: int
-) -> dict[str, Any]:
+def _row(model: sqlite3.Row, kind: str, name: str, given: Mapping[str, Any], file: str, size: int) -> dict[str, Any]:
     ttl_s, now = given.get("ttl_seconds"), time.time()
     return {
         "model": model["id"], "kind": kind, "name": name, "owner": model["owner"], "file": file, "base": model["base"],

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from etude.errors import DataError
+from etude.extras import import_extra
 from etude.service.server.messages import message_class
 
 _FLOAT32, _INT64, _INT32, _BFLOAT16 = 1, 2, 3, 4
@@ -53,11 +53,20 @@ def canonical_json(value: Any) -> bytes:
 def parse_message(body: bytes) -> Any:
     """Return the message of a forward and backward pass; refuse what is none."""
     message = message_class("ForwardBackwardRequest")()
+    unreadable = import_extra("google.protobuf.message", "service").DecodeError
     try:
         message.ParseFromString(body)
-    except (DecodeError, RuntimeError, ValueError):
+        _read_texts(message)
+    except (unreadable, RuntimeError, ValueError):
         raise DataError("the body is not a ForwardBackwardRequest in protobuf") from None
     return message
+
+
+def _read_texts(message: Any) -> None:
+    """Read every text of a message once: what is no UTF-8 is found when it is read."""
+    texts: list[Any] = [message.model_id, message.loss_fn, *message.loss_fn_config.items()]
+    texts += [value.text for _, value in message.loss_fn_config_v2.items()]
+    texts += [item for datum in message.data for item in datum.loss_fn_inputs.items()]
 
 
 def message_of_json(body: Mapping[str, Any], *, forward_only: bool) -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 import time
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
-from starlette.concurrency import run_in_threadpool
 
 from etude.service.server import bodies
 from etude.service.server.codec import sample_json, training_json
@@ -29,27 +30,23 @@ def futures_router() -> APIRouter:
     @router.post("/retrieve_future")
     async def retrieve_future(body: bodies.Retrieve, request: Request, service: Served, owner: Owner) -> Response:
         deadline_s = time.monotonic() + service.limits.poll_s
-        while True:
+        with service.listening(body.request_id) as event:
             row = await run_in_threadpool(service.request, body.request_id, owner)
-            left_s = deadline_s - time.monotonic()
-            if row["state"] != "pending":
-                return answer(row, request.headers.get("accept", ""))
-            if left_s <= 0:
-                again = {"type": "try_again", "request_id": row["id"], "queue_state": "active"}
-                return JSONResponse(again, 408)
-            # A result that came between the look and the wait is found a second later.
-            await service.wait(row["id"], min(left_s, 1.0))
+            while row["state"] == "pending" and await _set_before(event, deadline_s):
+                row = await run_in_threadpool(service.request, body.request_id, owner)
+        if row["state"] != "pending":
+            return answer(row, request.headers.get("accept", ""))
+        again = {"type": "try_again", "request_id": row["id"], "queue_state": "active"}
+        return JSONResponse(again, 408)
 
     @router.post("/retrieve_futures")
     async def retrieve_futures(body: bodies.RetrieveMany, service: Served, owner: Owner) -> dict[str, Any]:
         deadline_s = time.monotonic() + min(service.limits.poll_s, body.timeout or service.limits.poll_s)
         await run_in_threadpool(service.owned, "samplers", body.target.sampling_session_id, owner)
-        while True:
+        with service.listening(body.target.sampling_session_id) as event:
             rows = await run_in_threadpool(_finished, service, body)
-            left_s = deadline_s - time.monotonic()
-            if rows or left_s <= 0:
-                break
-            await service.wait(body.target.sampling_session_id, min(left_s, 1.0))
+            while not rows and await _set_before(event, deadline_s):
+                rows = await run_in_threadpool(_finished, service, body)
         completions = [
             {"state": "finished", "request_id": row["id"], "response_payload_uncompressed_size": len(row["result"])}
             if row["result"] is not None
@@ -65,6 +62,16 @@ def futures_router() -> APIRouter:
         return {}
 
     return router
+
+
+async def _set_before(event: asyncio.Event, deadline_s: float) -> bool:
+    """Wait for an event, and tell whether it came in time."""
+    try:
+        await asyncio.wait_for(event.wait(), max(0.0, deadline_s - time.monotonic()))
+    except TimeoutError:
+        return False
+    event.clear()
+    return True
 
 
 def _finished(service: Service, body: bodies.RetrieveMany) -> list[sqlite3.Row]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from etude.extras import import_extra
 
 _PACKAGE = "etude_service_wire"
 _KINDS: Final = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "message": 11, "bytes": 12, "uint32": 13}
@@ -80,7 +80,9 @@ _MESSAGES: Final[dict[str, dict[str, tuple[int, str, str]]]] = {
 
 @cache
 def _pool() -> Any:
-    file = descriptor_pb2.FileDescriptorProto(name="etude_service.proto", package=_PACKAGE, syntax="proto2")
+    file = import_extra("google.protobuf.descriptor_pb2", "service").FileDescriptorProto(
+        name="etude_service.proto", package=_PACKAGE, syntax="proto2"
+    )
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
         for field, (number, kind, how) in fields.items():
@@ -88,13 +90,13 @@ def _pool() -> Any:
                 _add_map(message, name, field, number, kind)
             else:
                 _add(message, field, number, kind, repeated=how == "many")
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)  # type: ignore[no-untyped-call]
+    pool = import_extra("google.protobuf.descriptor_pool", "service").DescriptorPool()
+    pool.Add(file)
     return pool
 
 
 def _add(message: Any, name: str, number: int, kind: str, *, repeated: bool = False) -> None:
-    """Add a field; proto2 tells absent fields from empty ones, and its repeated numbers are unpacked or packed alike."""
+    """Add a field; proto2 tells absent fields from empty ones, and reads repeated numbers packed or not."""
     field = message.field.add(name=name, number=number, label=3 if repeated else 1)
     if kind[0].isupper():
         field.type, field.type_name = _KINDS["message"], f".{_PACKAGE}.{kind}"
@@ -116,4 +118,5 @@ def _add_map(message: Any, owner: str, name: str, number: int, kind: str) -> Non
 @cache
 def message_class(name: str) -> Any:
     """Return the class of a message."""
-    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+    factory = import_extra("google.protobuf.message_factory", "service")
+    return factory.GetMessageClass(_pool().FindMessageTypeByName(f"{_PACKAGE}.{name}"))

@@ -19,7 +19,9 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Any]:
         """Return what there is to tell, as it is now."""
         service, counts = self._service, self._service.counts
-        yield CounterMetricFamily("etude_trained_tokens", "Tokens that went through a forward pass.", counts.trained_tokens)
+        yield CounterMetricFamily(
+            "etude_trained_tokens", "Tokens that went through a forward pass.", counts.trained_tokens
+        )
         yield CounterMetricFamily("etude_drawn_tokens", "Tokens drawn.", counts.drawn_tokens)
         yield CounterMetricFamily("etude_steps", "Steps of optimizers.", counts.steps)
         yield CounterMetricFamily("etude_failures", "Requests that failed.", counts.failures)
@@ -32,7 +34,9 @@ class _Collector(Collector):
         for row in service.store.all(query):
             waiting.add_metric([row["kind"]], row["n"])
         yield waiting
-        yield GaugeMetricFamily("etude_models", "Models known.", service.store.one("SELECT COUNT(*) AS n FROM models")["n"])
+        yield GaugeMetricFamily(
+            "etude_models", "Models known.", service.store.one("SELECT COUNT(*) AS n FROM models")["n"]
+        )
         yield GaugeMetricFamily("etude_resident_models", "Models in memory.", len(service.training.resident))
 
 

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -85,8 +86,8 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _log_to(stream: object) -> None:
-    handler = logging.StreamHandler(stream)  # type: ignore[type-var]
+def _log_to(stream: TextIO) -> None:
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(_JsonLines())
     for name in ("etude.service", "uvicorn", "uvicorn.error"):
         logger = logging.getLogger(name)

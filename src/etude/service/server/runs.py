@@ -61,6 +61,12 @@ def runs_router() -> APIRouter:
         # The client makes a model of any saved state through its LoRA call, rank 0 included, and insists on is_lora.
         return {"base_model": row["base"], "is_lora": True, "lora_rank": adapter["rank"], **chosen}
 
+    _add_session_calls(router)
+    _add_checkpoint_calls(router)
+    return router
+
+
+def _add_session_calls(router: APIRouter) -> None:
     @router.get("/sessions")
     def sessions(service: Served, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
         query = "SELECT id FROM sessions WHERE owner=? ORDER BY created DESC LIMIT ? OFFSET ?"
@@ -80,9 +86,6 @@ def runs_router() -> APIRouter:
     def finish_session(session: str, service: Served, owner: Owner) -> dict[str, Any]:
         service.owned("sessions", session, owner)
         return {}
-
-    _add_checkpoint_calls(router)
-    return router
 
 
 def _add_checkpoint_calls(router: APIRouter) -> None:
@@ -104,17 +107,13 @@ def _add_checkpoint_calls(router: APIRouter) -> None:
         return {}
 
     @router.put(place + "/ttl")
-    def set_ttl(
-        model: str, kind: str, name: str, body: bodies.Ttl, service: Served, owner: Owner
-    ) -> dict[str, Any]:
+    def set_ttl(model: str, kind: str, name: str, body: bodies.Ttl, service: Served, owner: Owner) -> dict[str, Any]:
         expires = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
         _change(service, _own(service, model, kind, name, owner), "expires", expires)
         return {}
 
     @router.get(place + "/archive")
-    def archive_url(
-        request: Request, model: str, kind: str, name: str, service: Served, owner: Owner
-    ) -> Response:
+    def archive_url(request: Request, model: str, kind: str, name: str, service: Served, owner: Owner) -> Response:
         find_checkpoint(service.store, f"{SCHEME}{model}/{kind}/{name}", owner)
         until = datetime.fromtimestamp(time.time() + 3600, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
         return RedirectResponse(f"{request.url}.tar", 302, headers={"Expires": until})

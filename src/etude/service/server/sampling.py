@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import sqlite3
-import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -19,11 +16,11 @@ from etude.policies.language.sampling import Sampling
 from etude.policies.language.targets import target_log_probs
 from etude.service.server.codec import Drawn, sample_bytes
 from etude.service.server.trained import load_weights
+from etude.service.server.worker import Worker, log
 
 if TYPE_CHECKING:
     from etude.service.server.service import Service
 
-log = logging.getLogger("etude.service")
 NOTHING: Final = -99999.0
 """The log-probability that stands where there is none among the likeliest."""
 MAX_ROWS: Final = 64
@@ -31,58 +28,20 @@ _TOGETHER: Final = ("n", "max_tokens", "temperature", "top_k", "top_p", "stop_te
 """What requests must have in common to be drawn side by side."""
 
 
-class SamplingWorker:
+class SamplingWorker(Worker):
     """Draws what sampling sessions ask for, each from its own weights."""
 
+    name = "sampling"
+    waiting = "kind='sample'"
+
     def __init__(self, service: Service) -> None:
-        self._service = service
-        self._change = threading.Condition()
-        self._due: deque[str] = deque()
-        self._is_stopping = False
+        super().__init__(service)
         self._policies: dict[Any, tuple[Any, str | None]] = {}
         """A policy for each form of weights, and the file whose weights it has."""
-        self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
 
-    def start(self) -> None:
-        """Begin, with what was left undrawn."""
-        for row in self._service.store.all("SELECT DISTINCT target FROM requests WHERE state='pending' AND kind='sample'"):
-            self.notice(row["target"])
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End after what is being drawn."""
-        with self._change:
-            self._is_stopping = True
-            self._change.notify()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def notice(self, sampler: str) -> None:
-        """Look at a sampling session soon."""
-        with self._change:
-            if sampler not in self._due:
-                self._due.append(sampler)
-            self._change.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._change:
-                while not self._due and not self._is_stopping:
-                    self._change.wait()
-                if self._is_stopping:
-                    return
-                sampler = self._due.popleft()
-            try:
-                if self._serve(sampler):
-                    self.notice(sampler)
-            except Exception:  # noqa: BLE001 - one session's fault must not stop the others
-                log.exception("sampling for %s failed", sampler)
-                time.sleep(1.0)
-                self.notice(sampler)
-
-    def _serve(self, name: str) -> bool:
+    def _serve(self, target: str) -> bool:
         """Draw for the oldest request of a session and those that go with it; tell whether there was one."""
-        store, started_s = self._service.store, time.perf_counter()
+        store, name, started_s = self._service.store, target, time.perf_counter()
         query = "SELECT * FROM requests WHERE target=? AND kind='sample' AND state='pending' ORDER BY number LIMIT ?"
         waiting = store.all(query, name, MAX_ROWS)
         if not waiting:

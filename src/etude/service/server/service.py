@@ -9,7 +9,8 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -232,26 +233,23 @@ class Service:
     def tell(self, names: list[str]) -> None:
         """Wake whoever waits for requests; called from any thread, after the result is on the disk."""
         with self._waiting_lock:
-            events = [event for name in names for event in self._waiting.pop(name, [])]
+            events = [event for name in names for event in self._waiting.get(name, ())]
         if events and self.loop is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(lambda: [event.set() for event in events])
+            self.loop.call_soon_threadsafe(_set_all, events)
 
-    async def wait(self, name: str, limit_s: float) -> None:
-        """Wait until something is told of a name, or for so long."""
+    @contextmanager
+    def listening(self, name: str) -> Iterator[asyncio.Event]:
+        """Context with an event that is set when something is told of a name: begin to listen, and then look."""
         event = asyncio.Event()
         with self._waiting_lock:
             self._waiting.setdefault(name, []).append(event)
         try:
-            await asyncio.wait_for(event.wait(), limit_s)
-        except TimeoutError:
-            pass
+            yield event
         finally:
             with self._waiting_lock:
-                left = [one for one in self._waiting.get(name, []) if one is not event]
-                if left:
-                    self._waiting[name] = left
-                else:
-                    self._waiting.pop(name, None)
+                self._waiting[name].remove(event)
+                if not self._waiting[name]:
+                    del self._waiting[name]
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
@@ -283,6 +281,11 @@ class Service:
     def adapter_of(self, row: sqlite3.Row) -> Adapter | None:
         """Return what a model, a checkpoint or a sampler trains; None is a base model."""
         return None if row["adapter"] is None else Adapter(**json.loads(row["adapter"]))
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 def require_models(names: list[str]) -> list[str]:

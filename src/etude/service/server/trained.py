@@ -37,8 +37,8 @@ def require_work(work: Work, *, context: int, vocabulary: int) -> None:
         if len(row.tokens) > context:
             raise DataError(f"{where} has {len(row.tokens)} tokens, and the model sees {context} at most")
         targets = row.inputs["target_tokens"]
-        least = min(min(row.tokens), int(targets.min()))
-        most = max(max(row.tokens), int(targets.max()))
+        least = min(*row.tokens, int(targets.min()))
+        most = max(*row.tokens, int(targets.max()))
         if least < 0 or most >= vocabulary:
             wrong = least if least < 0 else most
             raise DataError(f"{where} has the token {wrong}; the model knows 0 to {vocabulary - 1}")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import sqlite3
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import EtudeError, one_line
@@ -15,80 +13,41 @@ from etude.service.datums import AdamParams
 from etude.service.server.checkpoints import Effects, load_into, save_sampler, save_state
 from etude.service.server.codec import canonical_json, parse_message, training_bytes, work_of
 from etude.service.server.trained import TrainedModel
+from etude.service.server.worker import Worker, log
 
 if TYPE_CHECKING:
     from etude.service.server.service import Service
 
-log = logging.getLogger("etude.service")
 
-
-class TrainingWorker:
+class TrainingWorker(Worker):
     """Does what models are asked for, one request at a time, models taking turns."""
 
+    name = "training"
+    waiting = "kind!='sample'"
+
     def __init__(self, service: Service) -> None:
-        self._service = service
-        self._due: deque[str] = deque()
-        self._change = threading.Condition()
-        self._is_stopping = False
+        super().__init__(service)
         self._resident: OrderedDict[str, TrainedModel] = OrderedDict()
         self._since: dict[str, int] = {}
         """Steps of each resident model since its snapshot."""
-        self._thread = threading.Thread(target=self._run, name="training", daemon=True)
-
-    def start(self) -> None:
-        """Begin, with the models whose requests were left undone."""
-        query = "SELECT DISTINCT target FROM requests WHERE state='pending' AND kind!='sample' ORDER BY number"
-        for row in self._service.store.all(query):
-            self.notice(row["target"])
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End after the present request."""
-        with self._change:
-            self._is_stopping = True
-            self._change.notify()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def notice(self, model: str) -> None:
-        """Look at a model soon."""
-        with self._change:
-            if model not in self._due:
-                self._due.append(model)
-            self._change.notify()
 
     @property
     def resident(self) -> list[str]:
         """The models in memory."""
         return list(self._resident)
 
-    def _run(self) -> None:
-        while True:
-            with self._change:
-                while not self._due and not self._is_stopping:
-                    self._change.wait(30.0)
-                    self._due.extend(self._with_gaps())
-                if self._is_stopping:
-                    return
-                model = self._due.popleft()
-            try:
-                if self._serve(model):
-                    self.notice(model)
-            except Exception:  # noqa: BLE001 - one model's fault must not stop the others
-                log.exception("training of %s failed", model)
-                self._resident.pop(model, None)  # what it did is written nowhere: it is restored as it was
-                time.sleep(1.0)
-                self.notice(model)
-
-    def _with_gaps(self) -> list[str]:
+    def _overdue(self) -> list[str]:
         """Name the models whose requests have waited too long for one before them."""
         before = time.time() - self._service.limits.gap_s
         query = "SELECT DISTINCT target FROM requests WHERE state='pending' AND kind!='sample' AND created<?"
         return [row["target"] for row in self._service.store.all(query, before)]
 
-    def _serve(self, name: str) -> bool:
+    def _forget(self, target: str) -> None:
+        self._resident.pop(target, None)
+
+    def _serve(self, target: str) -> bool:
         """Do the next request of a model; tell whether there was one."""
-        store = self._service.store
+        store, name = self._service.store, target
         model = store.one("SELECT * FROM models WHERE id=?", name)
         seq = model["next_seq"]
         request = store.find("SELECT * FROM requests WHERE target=? AND seq=?", name, seq)

@@ -134,7 +134,7 @@ def _ours(loss_fn: str, *given: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "config"),
+    "loss_fn, config",
     [
         ("importance_sampling", None),
         ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}),
@@ -320,7 +320,9 @@ def test_checkpoints_are_listed_published_fetched_and_deleted(client: Any, serve
     assert (kept.public, kept.expires_at) == (True, None)
     place = f"{served.url}/api/v1/training_runs/{run.training_run_id}/checkpoints/weights/one/archive"
     with urllib.request.urlopen(urllib.request.Request(place, headers={"X-API-Key": KEY})) as answer:
-        names = tarfile.open(fileobj=io.BytesIO(answer.read())).getnames()
+        content = io.BytesIO(answer.read())
+    with tarfile.open(fileobj=content) as file:
+        names = file.getnames()
     assert names == ["adapter_model.safetensors", "adapter_config.json", "about.json"]
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.BadRequestError, match="there is no checkpoint"):

@@ -6,6 +6,7 @@ import hashlib
 import random
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,21 @@ import pytest
 from etude.service.server.codec import message_of_json
 from etude.service.server.messages import message_class
 from etude.service.server.store import Store
-from tests.served import Served, connected
+from tests.faulty import FAULTS, FaultyLine
+from tests.served import Preloaded, Served, connected
 
 tinker = pytest.importorskip("tinker")
 pytest.importorskip("peft")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")]
 TOKENS = [[5, 9, 12, 40, 7], [33, 20, 21, 22], [60, 61, 62, 63, 64, 65]]
+
+
+@pytest.fixture(scope="module")
+def preloaded() -> Iterator[Preloaded]:
+    found = Preloaded()
+    yield found
+    found.close()
 
 
 def _data(number: int) -> list[Any]:
@@ -68,9 +77,12 @@ def _kill_and_restart(served: Served) -> None:
     served.start()
 
 
-def _compare(tmp_path: Path, steps: int, kills: list[int]) -> None:
-    calm, rough = (Served(tmp_path / name, "--snapshot-steps", "7").start() for name in ("calm", "rough"))
-    generator = random.Random(1)
+def _compare(tmp_path: Path, preloaded: Preloaded, steps: int, kills: list[int], share: float = 0.0) -> None:
+    """Train through a good line and a bad one, to a service that is killed at some steps; compare every bit."""
+    calm, rough = (
+        Served(tmp_path / name, "--snapshot-steps", "7", preloaded=preloaded).start() for name in ("calm", "rough")
+    )
+    generator, line = random.Random(1), FaultyLine(rough.url, share=share, seed=2)
     killers: list[threading.Thread] = []
 
     def disturb(number: int) -> None:
@@ -86,26 +98,35 @@ def _compare(tmp_path: Path, steps: int, kills: list[int]) -> None:
     try:
         with connected(calm) as client:
             expected, told = _train(client, steps)
-        with connected(rough) as client:
+        with connected(line) as client:
             path, heard = _train(client, steps, disturb)
         for killer in killers:
             killer.join()
     finally:
+        line.close()
         calm.stop()
         rough.stop()
+    assert not share or set(line.seen) == {"", *FAULTS}
     assert heard == told
     assert _hash(tmp_path / "rough", path) == _hash(tmp_path / "calm", expected)
 
 
 @pytest.mark.timeout(300)
-def test_sixty_steps_with_three_kills_end_in_the_same_bits(tmp_path: Path) -> None:
-    _compare(tmp_path, 60, [13, 30, 47])
+def test_sixty_steps_with_three_kills_end_in_the_same_bits(tmp_path: Path, preloaded: Preloaded) -> None:
+    _compare(tmp_path, preloaded, 60, [13, 30, 47])
+
+
+@pytest.mark.timeout(300)
+def test_a_bad_line_changes_no_bit(tmp_path: Path, preloaded: Preloaded) -> None:
+    _compare(tmp_path, preloaded, 10, [], share=0.4)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_a_thousand_steps_with_twenty_kills_end_in_the_same_bits(tmp_path: Path) -> None:
-    _compare(tmp_path, 1000, list(range(25, 1000, 49)))
+@pytest.mark.timeout(5400)
+def test_a_thousand_steps_over_a_bad_line_with_twenty_kills_end_in_the_same_bits(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
+    _compare(tmp_path, preloaded, 1000, list(range(25, 1000, 49)), share=0.2)
 
 
 def _body(model: str, seq: int, *, weight: float = 1.0) -> bytes:
@@ -136,8 +157,8 @@ def _send(served: Served, body: bytes) -> tuple[int, Any]:
     return served.call("/api/v1/forward_backward", body, Content_Type="application/x-protobuf")
 
 
-def test_requests_run_in_order_and_once_also_over_a_kill(tmp_path: Path) -> None:
-    served = Served(tmp_path / "state").start()
+def test_requests_run_in_order_and_once_also_over_a_kill(tmp_path: Path, preloaded: Preloaded) -> None:
+    served = Served(tmp_path / "state", preloaded=preloaded).start()
     try:
         _, session = served.call("/api/v1/create_session", {"tags": [], "sdk_version": "0"})
         asked = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "tiny"}
@@ -171,8 +192,8 @@ def test_requests_run_in_order_and_once_also_over_a_kill(tmp_path: Path) -> None
     store.close()
 
 
-def test_samples_that_were_asked_for_are_drawn_after_a_kill(tmp_path: Path) -> None:
-    served = Served(tmp_path / "state").start()
+def test_samples_that_were_asked_for_are_drawn_after_a_kill(tmp_path: Path, preloaded: Preloaded) -> None:
+    served = Served(tmp_path / "state", preloaded=preloaded).start()
     try:
         _, session = served.call("/api/v1/create_session", {})
         asked = {"session_id": session["session_id"], "sampling_session_seq_id": 0, "base_model": "tiny"}
@@ -204,7 +225,14 @@ def test_samples_that_were_asked_for_are_drawn_after_a_kill(tmp_path: Path) -> N
 def test_our_messages_are_those_of_the_client() -> None:
     from tinker.proto import tinker_public_pb2 as theirs
 
-    for name in ("ForwardBackwardRequest", "ForwardBackwardOutput", "SampleResponse", "Datum", "Tensor", "TopkLogprobs"):
+    for name in (
+        "ForwardBackwardRequest",
+        "ForwardBackwardOutput",
+        "SampleResponse",
+        "Datum",
+        "Tensor",
+        "TopkLogprobs",
+    ):
         own = {field.name: field.number for field in message_class(name).DESCRIPTOR.fields}
         other = {field.name: field.number for field in getattr(theirs, name).DESCRIPTOR.fields}
         assert own.items() <= other.items()
