@@ -5,7 +5,7 @@ Three kinds are held, told apart by their base class:
 | base class | what it defines | who makes the update |
 |---|---|---|
 | `SelfHostedTrainer` | `_prepare_batch` | the loop, on micro-batches of what it returned |
-| `RemoteApiTrainer` | `_prepare_trajectories` | a service with the calls of the Tinker client: this process, or one over http |
+| `RemoteApiTrainer` | `_prepare_trajectories` | a service with the calls of the Tinker client, here or over http |
 | `BaseTrainer` | `train` | itself |
 """
 

@@ -1,7 +1,7 @@
 """`RemoteService`: a training service behind the official client, each call bounded, an absent service waited for.
 
-This is the one module that imports `tinker`. The client repeats lost calls by itself, each applied once; what is bounded
-here is the whole. Waiting happens in a thread of its own, because a client's future that is given up is cancelled.
+This is the one module that imports `tinker`. The client repeats lost calls by itself, each applied once; here the whole
+is bounded. Waiting happens in a thread of its own, because a client's future that is given up is cancelled.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class RemoteService:
         if api_key:
             register_secret(api_key)
         self.url, self.wanted, self.timeout_s = url.rstrip("/"), wanted, timeout_s
-        self.glance: Callable[[], None] = lambda: None
-        """Called about once a second while an answer is waited for."""
+        self.glance: Callable[[bool], None] = lambda is_away: None
+        """Called about once a second while an answer is waited for, with whether the service is away."""
         self._api_key = api_key or _NO_KEY
         self._model: Any = None
         self._saved: str | None = None
@@ -237,10 +237,10 @@ class RemoteService:
                     log.warning("the service at %s is back: the run goes on", self.url)
             if time.monotonic() > deadline_s:
                 raise ServiceError(
-                    f"the service at {self.url} gave no answer to {what} within {self.timeout_s:g} s; run again once it "
-                    "does: training goes on from the last checkpoint"
+                    f"the service at {self.url} gave no answer to {what} within {self.timeout_s:g} s; run again once "
+                    "it does: training goes on from the last checkpoint"
                 )
-            self.glance()
+            self.glance(is_away)
         if is_away:
             log.warning("the service at %s is back: the run goes on", self.url)
 

@@ -68,7 +68,7 @@ class RemoteEngine:
         trainer.policy = RemotePolicy(local, service)
         strategy = OnService(group, service, trainer)
         session = Session(trainer, group, strategy, None if trainer.is_manual else RemoteStepper)
-        service.glance = lambda: _leave_if_asked(session)
+        service.glance = lambda is_away: _leave_if_asked(session, is_away)
         try:
             with session.running(resume):
                 while not session.finished:
@@ -96,8 +96,8 @@ class OnService(Strategy):
         saved = state.get(_SAVED)
         if not isinstance(saved, Tensor):
             raise CheckpointError(
-                "the checkpoint has weights, and engine remote goes on from what a service has saved; give another run, "
-                "or resume='never' to start afresh"
+                "the checkpoint has weights, and engine remote goes on from what a service has saved; give another "
+                "run, or resume='never' to start afresh"
             )
         self._service.restore(bytes(saved.tolist()).decode())
 
@@ -109,10 +109,13 @@ def rank_of(policy: Any) -> int:
     return int(policy.model.active_peft_config.r)
 
 
-def _leave_if_asked(session: Session) -> None:
-    """Leave a call that nobody answers after a stop signal: the last checkpoint is what there is to go on from."""
-    if session.signals.is_pressing() and session.pulse.phase != "save":
-        raise Interrupted(session.signals.received)
+def _leave_if_asked(session: Session, is_away: bool) -> None:
+    """Leave after a stop signal: a step that nothing has come of yet, saved; or one that nobody answers, as it was."""
+    if is_away and session.signals.is_pressing():
+        message = f"stopped while the service was away; the last checkpoint is {session.record.last}"
+        raise Interrupted(session.signals.received, message)
+    if session.pulse.phase == "data":
+        session.heed_signals()
 
 
 def _refuse(trainer: Trainer, group: Group) -> None:

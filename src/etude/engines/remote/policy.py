@@ -126,16 +126,10 @@ class RemotePolicy(nn.Module):
 
     def forward(self, batch: Any) -> Loss:
         """Return the cross-entropy of the counted tokens, each weighed by its `loss_mask` if there is one."""
-        log_probs_BT = self.log_probs(batch)
-        placed = torch.zeros_like(log_probs_BT)
-        weights_BT = _field(batch, "loss_mask", _field(batch, "attention_mask", batch["input_ids"]))
-        try:
-            weights_BT = batch["loss_mask"]
-        except KeyError:
-            pass
-        for text in texts_of(batch):
-            placed[text.row, text.places_N] = weights_BT[text.row, text.places_N].to(placed)
-        return Loss(-(log_probs_BT * placed).sum(), placed.sum())
+        log_probs_BT, texts = self.log_probs(batch), texts_of(batch)
+        given_BT = batch["loss_mask"] if "loss_mask" in batch else torch.ones_like(log_probs_BT)
+        weights_BT = place(batch, texts, [given_BT[text.row, text.places_N] for text in texts])
+        return Loss(-(log_probs_BT * weights_BT).sum(), weights_BT.sum())
 
     def ask(self, batch: Any, texts: Sequence[Text]) -> Tensor:
         """Return what the service gives the tokens now, without gradient."""
@@ -147,7 +141,11 @@ class RemotePolicy(nn.Module):
     def answering(self, answer: Answer) -> Iterator[None]:
         """Context in which log-probabilities that a gradient is wanted of come from elsewhere."""
         before = self.answer
-        self.answer = lambda batch, texts: (answer if torch.is_grad_enabled() else self.ask)(batch, texts)
+
+        def chosen(batch: Any, texts: Sequence[Text]) -> Tensor:
+            return answer(batch, texts) if torch.is_grad_enabled() else self.ask(batch, texts)
+
+        self.answer = chosen
         try:
             yield
         finally:

@@ -115,13 +115,13 @@ class _Broken(GRPO):
 @pytest.mark.parametrize("options", [{}, {"kl_coef": 0.1}], ids=["named", "derived"])
 def test_what_is_not_finite_is_never_sent(served: Served, tmp_path: Path, options: Any) -> None:
     before = steps_on(served)
-    with pytest.raises(NonFiniteError, match="step 1, .*(not finite|nan).*No weight was changed"):
+    with pytest.raises(NonFiniteError, match=r"step 1, .*(not finite|nan).*No weight was changed"):
         train(tmp_path / "run", RemoteEngine(served.url), _Broken(**options), digits(), training_steps=3)
     assert steps_on(served) == before + 1
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "training", "said"),
+    "algorithm, training, said",
     [
         (GRPO(entropy_coef=0.1), {}, "entropies"),
         (GRPO(), {"optimizer": "sgd"}, "AdamW"),
