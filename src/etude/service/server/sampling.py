@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 NOTHING: Final = -99999.0
 """The log-probability that stands where there is none among the likeliest."""
 MAX_ROWS: Final = 64
+GATHER_S: Final = 0.03
+"""How long the first of several requests waits for the others: alone it would make them wait for all of its own."""
 _TOGETHER: Final = ("n", "max_tokens", "temperature", "top_k", "top_p", "stop_texts", "stop_tokens", "ends")
 """What requests must have in common to be drawn side by side."""
 
@@ -43,6 +45,8 @@ class SamplingWorker(Worker):
         """Draw for the oldest request of a session and those that go with it; tell whether there was one."""
         store, name, started_s = self._service.store, target, time.perf_counter()
         query = "SELECT * FROM requests WHERE target=? AND kind='sample' AND state='pending' ORDER BY number LIMIT ?"
+        if store.find(query, name, 1) is not None:
+            time.sleep(GATHER_S)
         waiting = store.all(query, name, MAX_ROWS)
         if not waiting:
             return False
