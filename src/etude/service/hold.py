@@ -179,7 +179,8 @@ class Holder(Trainer):
     def _keep(self) -> str:
         """Save the run as it is before a step that has failed; data with a state of its own has moved on already."""
         session = self.session
-        if not session.progress.step or hasattr(session.data, "state_dict"):
+        held: Any = getattr(session.data, "state_dict", dict)
+        if not session.progress.step or held():
             return ""
         session.save(wait=True)
         return f"; the run is saved at step {session.progress.step}" if session.record.directory is not None else ""
