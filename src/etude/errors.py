@@ -84,6 +84,10 @@ class DirectoryInUseError(EtudeError, exit_code=11):
     """Another training is writing the same directory."""
 
 
+class ServiceError(EtudeError, exit_code=12):
+    """A training service is away, too slow, or refused what was asked of it."""
+
+
 class Interrupted(SystemExit):
     """A signal asked to stop; the run was saved. Exits with 128 + signal number (129, 130 or 143)."""
 

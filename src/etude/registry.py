@@ -300,6 +300,7 @@ ENGINE_REGISTRY: Registry[protocols.Engine] = Registry(
         "huggingface": Lazy(_HF_ENGINE, (), "transformers.training_args:TrainingArguments"),
         "lightning": "etude.engines.lightning.engine:LightningEngine",
         "ray": "etude.engines.ray.engine:RayEngine",
+        "remote": "etude.engines.remote.engine:RemoteEngine",
         "torch": "etude.engines.torch:TorchEngine",
     },
     functions=False,

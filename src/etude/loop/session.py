@@ -51,8 +51,11 @@ log = logging.getLogger("etude")
 class Session:
     """One rank's part in one call of `fit`."""
 
-    def __init__(self, trainer: Trainer, group: Group, strategy: Strategy) -> None:
+    def __init__(
+        self, trainer: Trainer, group: Group, strategy: Strategy, stepper: Callable[[Session], Stepper] | None = None
+    ) -> None:
         self.trainer, self.config, self.group, self.strategy = trainer, trainer.config, group, strategy
+        self._own_stepper = stepper
         self.progress = Progress()
         self.meter = Meter()
         self.pulse = Pulse()
@@ -156,6 +159,8 @@ class Session:
 
     def _make_stepper(self) -> Stepper | ManualStepper:
         config = self.config
+        if self._own_stepper is not None:
+            return self._own_stepper(self)
         if self.trainer.is_manual:
             return ManualStepper(self)
         stepper = Stepper(

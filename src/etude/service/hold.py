@@ -5,7 +5,7 @@ Three kinds are held, told apart by their base class:
 | base class | what it defines | who makes the update |
 |---|---|---|
 | `SelfHostedTrainer` | `_prepare_batch` | the loop, on micro-batches of what it returned |
-| `RemoteApiTrainer` | `_prepare_trajectories` | a service with the calls of the Tinker client, here in this process |
+| `RemoteApiTrainer` | `_prepare_trajectories` | a service with the calls of the Tinker client, here or over http |
 | `BaseTrainer` | `train` | itself |
 """
 
@@ -18,6 +18,10 @@ from typing import Any, TypeVar
 
 from etude import errors
 from etude.callbacks import Callback
+from etude.engines.remote.connection import is_reachable
+from etude.engines.remote.engine import RemoteEngine
+from etude.engines.remote.policy import RemotePolicy
+from etude.engines.torch import TorchEngine
 from etude.errors import ConfigError, EtudeError
 from etude.loop.optimizers import Optimization, build_optimizer
 from etude.loop.schedule import make_schedule
@@ -30,7 +34,9 @@ from etude.service.loading import load_class, missing_hook
 from etude.service.remote import RemoteApiTrainer
 from etude.service.self_hosted import SelfHostedTrainer
 from etude.service.settings import Settings
+from etude.service.wire import WireService
 from etude.trainer import Optimizers, Trainer
+from etude.types import Result
 from etude.types.batch import Batch
 from etude.types.trajectory import Trajectory
 
@@ -44,7 +50,7 @@ class Holder(Trainer):
     """Runs a trainer of `etude.service` in our loop: `inner`, which subclasses set first."""
 
     inner: BaseTrainer
-    service: InProcessService
+    service: InProcessService | WireService
     """What makes the updates of a `RemoteApiTrainer`."""
 
     def __init__(self, policy: Any = None, data: Any = None, algorithm: Any = None, **arguments: Any) -> None:
@@ -74,6 +80,22 @@ class Holder(Trainer):
             )
         self.callbacks.append(_NameUnread())
 
+    def fit(self, resume: str | Path = "auto") -> Result:
+        """Train to the requested length; on the service whose url is configured, where one answers there.
+
+        Args:
+            resume: As for `Trainer.fit`.
+        """
+        inner = self.inner
+        if isinstance(inner, RemoteApiTrainer) and inner._calls_service and is_reachable(str(inner._url)):
+            if not (self.engine == "torch" or isinstance(self.engine, TorchEngine | RemoteEngine)):
+                raise ConfigError(
+                    f"engine: {type(inner).__name__} is trained by the service at {inner._url}; leave the engine out"
+                )
+            if not isinstance(self.engine, RemoteEngine):
+                self.engine = RemoteEngine(str(inner._url), **inner._service_options())
+        return super().fit(resume)
+
     @property
     def is_manual(self) -> bool:
         """Whether the held trainer makes the update, rather than the loop."""
@@ -85,15 +107,21 @@ class Holder(Trainer):
         inner._holder = self
         if not isinstance(inner, RemoteApiTrainer):
             return
+        inner._training_client = None
+        if isinstance(self.policy, RemotePolicy):
+            self.service = WireService(self.policy.service)
+            return
         sampling = getattr(self.data, "sampling", None)
         self.service = InProcessService(
             self.policy, next(iter(self.optimizers.values())), rows=self.config.batch_size,
             temperature=getattr(sampling, "scale", 1.0), rank=session.group.rank, world=session.group.world,
             gather=session.gather,
         )  # fmt: skip
-        inner._training_client = None
         if inner._url and session.group.is_main:
-            log.info("train_service.url %s is not called: the service is this process", inner._url)
+            level, why = (
+                (logging.WARNING, "nothing answers there") if inner._calls_service else (logging.INFO, "backend")
+            )
+            log.log(level, "train_service.url %s is not called (%s): the service is this process", inner._url, why)
 
     def configure_optimizers(self) -> Optimizers:
         """Return Adam with the service's parameters where a service is asked, else what the configuration says."""
@@ -151,7 +179,8 @@ class Holder(Trainer):
     def _keep(self) -> str:
         """Save the run as it is before a step that has failed; data with a state of its own has moved on already."""
         session = self.session
-        if not session.progress.step or hasattr(session.data, "state_dict"):
+        held: Any = getattr(session.data, "state_dict", dict)
+        if not session.progress.step or held():
             return ""
         session.save(wait=True)
         return f"; the run is saved at step {session.progress.step}" if session.record.directory is not None else ""

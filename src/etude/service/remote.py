@@ -1,7 +1,7 @@
 """`RemoteApiTrainer`: override `_prepare_trajectories`, and a training service learns from what it sets.
 
-The service is one object with the calls of the Tinker client. Here it is this process (`etude.service.in_process`), on
-the policy that the `Trainer` holds.
+The service is one object with the calls of the Tinker client: this process (`etude.service.in_process`), on the policy
+that the `Trainer` holds, or one that `train_service.url` names (`etude.service.wire`).
 """
 
 from __future__ import annotations
@@ -151,6 +151,17 @@ class RemoteApiTrainer(BaseTrainer):
             name: getattr(training, name) for name in ("schedule", "warmup_steps", "min_lr_ratio")
         }
         return OptimizerConfiguration(lr=float(config.get("learning_rate", training.lr)), clip_norm=None, **schedule)
+
+    @property
+    def _calls_service(self) -> bool:
+        """Whether the configuration names a service over http that the Tinker client can use."""
+        backend = train_service(self._config).get("backend", "tinker")
+        return backend == "tinker" and str(self._url or "").startswith(("http://", "https://"))
+
+    def _service_options(self) -> dict[str, Any]:
+        """Return what the service is to be asked for, beside its url."""
+        section, names = train_service(self._config), ("base_model", "lora_rank", "api_key", "seed", "timeout_s")
+        return {name: section[name] for name in names if section.get(name) is not None}
 
     @property
     def _url(self) -> str | None:

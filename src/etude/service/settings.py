@@ -130,7 +130,9 @@ class Settings:
         self[name] = value
 
 
-_OF_ONE_SERVICE = frozenset({"backend", "config", "identifier", "model", "resource", "role", "url", "world_size"})
+_OF_ONE_SERVICE = frozenset(
+    ["api_key", "backend", "base_model", "config", "identifier", "lora_rank", "model", "resource", "role", "seed"]
+) | {"timeout_s", "url", "world_size"}
 
 
 def train_service(settings: Settings, role: str = "actor") -> Settings:

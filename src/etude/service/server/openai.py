@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from etude.errors import EtudeError, one_line
 from etude.service.server.access import error_body
 from etude.service.server.checkpoints import path_of
-from etude.service.server.live import NEWEST, Ask, Live, LiveDrawing, Told, ServedWeights, find_weights
+from etude.service.server.live import NEWEST, Ask, Live, LiveDrawing, ServedWeights, Told, find_weights
 from etude.service.server.openai_bodies import MAX_PROMPTS, Chat, Complete, DrawingBody
 from etude.service.server.openai_text import TextStream, chat_logprobs, text_logprobs
 from etude.service.server.service import Refusal, Service

@@ -15,7 +15,6 @@ from etude.errors import CheckpointError, EtudeError, one_line
 from etude.policies.base import evaluating
 from etude.policies.language.sampling import Sampling
 from etude.policies.language.targets import target_log_probs
-from etude.rng import STREAM_ROLLOUT, fold
 from etude.service.server.codec import Drawn, sample_bytes
 from etude.service.server.trained import load_weights
 from etude.service.server.worker import Worker, log
@@ -116,7 +115,7 @@ class SamplingWorker(Worker):
                 top_k=first["top_k"], stop=tuple(first["stop_texts"]), stop_tokens=tuple(first["stop_tokens"]),
                 ends=first["ends"],
             )  # fmt: skip
-            keys = [fold(STREAM_ROLLOUT, one["seed"]) for one in given]
+            keys = [one["seed"] for one in given]  # as a policy here draws with the same keys
             drawn = policy.generate([one["prompt"] for one in given], sampling, n=first["n"], keys=keys)
             self._service.counts.drawn_tokens += sum(len(one.tokens) for group in drawn for one in group)
         with torch.inference_mode(), evaluating(policy):
