@@ -23,7 +23,7 @@ OPTIONAL = {
     "lightning": ["lightning"],
     "llm": ["peft", "reasoning_gym", "transformers", "xllamacpp"],
     "ray": ["ray"],
-    "service": ["fastapi", "tinker"],
+    "service": ["fastapi", "openai", "tinker"],
     "report": ["alembic", "mlflow", "sqlalchemy", "trackio", "wandb"],
     "sim": [
         "av", "gym_pusht", "gymnasium", "h5py", "metaworld", "msgpack", "onnx", "onnxruntime", "onnxscript", "pyarrow",
