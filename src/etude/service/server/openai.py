@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from etude.errors import EtudeError, one_line
 from etude.service.server.access import error_body
