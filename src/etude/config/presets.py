@@ -29,9 +29,10 @@ def describe_preset(path: Path) -> str:
 
 
 def locate(name: str, folder: str = "", named_at: str = "") -> str:
-    """Return the file that a name means: what lies in the folder under that name, else a preset, else NAME.yaml there.
+    """Return the file that a name means: what lies in the folder under that name, or else a preset.
 
-    With a slash or a suffix of YAML it is a file, whatever the presets are called.
+    With a slash or a suffix of YAML it is a file, whatever the presets are called. Named in a file, it may be NAME.yaml
+    beside that file.
 
     Args:
         name: What was written.
@@ -45,7 +46,7 @@ def locate(name: str, folder: str = "", named_at: str = "") -> str:
     if name not in known:
         if is_here:
             return path
-        if os.path.isfile(f"{path}.yaml"):
+        if named_at and os.path.isfile(f"{path}.yaml"):  # among `defaults`, which other readers take without a suffix
             return f"{path}.yaml"
         near = did_you_mean(name, [*known, *files_in(os.path.dirname(path))])
         raise ConfigError(f"{named_at}no such file and no such preset: {name}{near or ';'} see: etude list presets")

@@ -39,7 +39,10 @@ def rollouts_of(agent: Any, policy: Any = None, step: int = 0, place: Place | No
     settings = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 6, "reward_timeout_s": None}
     data = TextRollouts(options.pop("tasks", PROMPTS), agent=agent, **{**settings, **options})
     data.open(place or Place())
-    return data.judged(policy or LanguageModel.tiny(seed=0), data._positions(step), seed=step)
+    try:
+        return data.judged(policy or LanguageModel.tiny(seed=0), data._positions(step), seed=step)
+    finally:
+        data.close()
 
 
 def make(data: TextRollouts, run: Any = False, callbacks: Any = (), **config: Any) -> Trainer:

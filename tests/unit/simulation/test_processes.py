@@ -59,10 +59,11 @@ def test_leaving_early_ends_the_processes() -> None:
         while True:
             yield 1
 
+    before = set(multiprocessing.active_children())  # of other tests, in the same process
     results = run_in_processes(work, [[0], [1]])
     next(results)
     results.close()  # type: ignore[attr-defined]
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_items_are_dealt_in_turn() -> None:
