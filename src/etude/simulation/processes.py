@@ -42,6 +42,9 @@ def run_in_processes(work: Work[T], shares: Sequence[Sequence[T]]) -> Iterator[A
             process.terminate()
         for process in children.values():
             process.join(_LEAVE_S)
+            if process.is_alive():  # it took over a handler of signals, or a lock that another thread held at the fork
+                process.kill()
+                process.join(_LEAVE_S)
 
 
 def _receive(pipe: Connection, children: dict[Connection, Any]) -> Iterator[Any]:

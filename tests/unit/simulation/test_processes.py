@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import os
 from collections.abc import Iterator, Sequence
 
@@ -61,6 +62,19 @@ def test_leaving_early_ends_the_processes() -> None:
 
     before = set(multiprocessing.active_children())  # of other tests, in the same process
     results = run_in_processes(work, [[0], [1]])
+    next(results)
+    results.close()  # type: ignore[attr-defined]
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_a_process_that_does_not_heed_the_signal_is_ended_too() -> None:
+    def work(numbers: Sequence[int]) -> Iterator[int]:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            yield 1
+
+    before = set(multiprocessing.active_children())
+    results = run_in_processes(work, [[0]])
     next(results)
     results.close()  # type: ignore[attr-defined]
     assert set(multiprocessing.active_children()) <= before
