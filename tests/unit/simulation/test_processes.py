@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import os
+import signal
 from collections.abc import Iterator, Sequence
 
 import pytest
