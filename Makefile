@@ -1,13 +1,15 @@
 # Every target sets up what it needs by itself, given git, make and Python 3.11. `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-fast lint tests-of-a-change bench bench-data bench-rl bench-robot crash docs clean
+.PHONY: help setup quickstart test test-all test-fast lint tests-of-a-change bench bench-data bench-online bench-rl bench-robot bench-service crash docs clean
 
 BIN := .venv/bin
 EXTRAS ?= dev
-TEST_EXTRAS := components dev hf lightning llm ray report service sim
+TEST_EXTRAS := components dev hf lightning llm ray report service sim sweep
 PYTEST_ARGS ?=
 # A file at a time, on both cores, in their order: the longest come first. 0 runs everything in one process.
 PYTEST_WORKERS ?= 2
+# How many tests that fail beside others may be tried again, alone (tests/again.py); continuous integration allows some.
+AGAIN ?= 0
 TRIALS ?= 200
 # Minutes after which a step is ended with all that it started, and says where it was.
 SETUP_LIMIT ?= 60
@@ -35,7 +37,7 @@ endef
 # $(call pytest,options): run the tests. Nothing that the extras bring may be missing (tests/expected_skips.py).
 define pytest
 ETUDE_TEST_EXTRAS="$(TEST_EXTRAS)" $(BIN)/python scripts/bounded.py $(TEST_LIMIT) \
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(1) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -p tests.again --again $(AGAIN) $(1) $(PYTEST_ARGS)
 endef
 
 help:  ## List the targets
@@ -71,7 +73,7 @@ lint:  ## Check style and types
 	$(BIN)/python scripts/bounded.py $(LINT_LIMIT) $(BIN)/mypy
 
 bench:  ## Measure against a bare PyTorch loop and the peers, side by side
-	$(call setup,dev hf lightning)
+	$(call setup,dev hf lightning ray sim)
 	$(BIN)/python -m benchmarks
 
 bench-data:  ## Measure loading of robot data, beside lerobot's where ETUDE_LEROBOT_PYTHON names a Python that has it
@@ -82,16 +84,26 @@ bench-robot:  ## Learn from demonstrations and print success rates (hours; start
 	$(call setup,dev sim)
 	$(BIN)/python -m benchmarks.robot --suite full
 
+bench-online:  ## Learn from 5 demonstrations while acting and print success rates (an hour; started again, it goes on)
+	$(call setup,dev sim)
+	$(BIN)/python -m benchmarks.online
+	$(BIN)/python -m benchmarks.rlpd
+
 bench-rl:  ## Learn from rewards and print curves and costs, beside TRL's where ETUDE_TRL_PYTHON names a Python that has it
 	$(call setup,dev llm)
 	$(BIN)/python -m benchmarks.rl
+
+bench-service:  ## Measure the training service, beside those that ETUDE_SKYRL_PYTHON and ETUDE_HATCHERY_PYTHON have
+	$(call setup,dev llm service)
+	$(BIN)/python -m benchmarks.service
 
 crash:  ## Kill training at 200 random instants and count the exact resumes
 	$(call setup,dev)
 	$(BIN)/python -m tests.crash --trials $(TRIALS)
 
-docs:  ## Build the documentation into site/
-	$(call setup,dev)
+docs:  ## Build the documentation into site/; pictures that are missing are made from real runs
+	$(call setup,dev llm sim sweep)
+	$(BIN)/python -m scripts.pictures
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## Remove caches and built files; runs and .venv stay

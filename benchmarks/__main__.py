@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 from benchmarks import checkpoint, data, graph_model, memory, overhead, resume, startup
@@ -27,6 +28,12 @@ def main() -> None:
     startup_ratio = startup.main()
     if startup_ratio is not None and startup_ratio > 0.05:
         missed.append(f"startup {startup_ratio:.3f}")
+    if importlib.util.find_spec("ray") is not None:
+        from benchmarks import ray_online
+
+        for label, (spread, is_met) in ray_online.main().items():
+            if not is_met:
+                missed.append(f"ray {label} {spread.median:.2f}")
     print("all goals met" if not missed else f"missed: {', '.join(missed)}")
     sys.exit(1 if missed else 0)
 

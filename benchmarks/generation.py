@@ -23,7 +23,9 @@ ROUNDS = 5
 CASES: dict[str, dict[str, int]] = {
     "tiny": {"prompts": 4, "n": 8, "tokens": 16, "repeat": 5},
     "smollm2": {"prompts": 2, "n": 8, "tokens": 32, "repeat": 1},
+    "smollm2 lora": {"prompts": 2, "n": 8, "tokens": 32, "repeat": 1},
 }
+LORA = {"rank": 32, "targets": "all-linear"}
 
 
 def make_prompts(count: int) -> list[str]:
@@ -117,11 +119,14 @@ def main() -> dict[str, float]:
     print(f"CPU time per token over Hugging Face's, one thread, median of {options.rounds} rounds:")
     for name in (name for name in CASES if options.only in name):
         case = CASES[name]
-        policy = LanguageModel.tiny() if name == "tiny" else LanguageModel.smollm2()
+        policy = (
+            LanguageModel.tiny() if name == "tiny" else LanguageModel.smollm2(lora=LORA if "lora" in name else None)
+        )
+        policy.eval()
         for what, make in (("generate", generators), ("log_probs + backward", learners)):
             result = compare(make(policy, case), options.rounds, case["repeat"])
             ratio = found[f"{name} {what}"] = statistics.median(result["ratios"])
-            print(f"  {name:8s} {what:21s} {case['prompts']} prompts x {case['n']}, {case['tokens']:2d} tokens: "
+            print(f"  {name:12s} {what:21s} {case['prompts']} prompts x {case['n']}, {case['tokens']:2d} tokens: "
                   f"etude {result['speeds']['ours']:8,.0f} tokens/s  theirs {result['speeds']['theirs']:8,.0f}  "
                   f"time {ratio:.2f}x ({min(result['ratios']):.2f} to {max(result['ratios']):.2f})",
                   flush=True)  # fmt: skip

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.robot_lerobot import LeRobotACT, find_python
+from benchmarks.tables import Table
 from etude.cli.quickstart import read_recipe
 
 TASKS = (
@@ -41,6 +42,8 @@ COMPONENTS = {
 COMPONENT_TASKS = ("drawer-open", "door-open", "pick-place")
 COMPONENT_STEPS = 1500
 """As many as the other presets of Meta-World take; the experts need the most time, some 4 CPU minutes."""
+FEW, FEW_TASKS = "few", ("pick-place", "push")
+"""The preset for few demonstrations, and the tasks of one thing and a goal on which it is measured."""
 COMPARED = ("pick-place", "peg-insert-side")
 """Tasks on which lerobot's ACT is trained, too."""
 PUSHT_DEMOS = 800
@@ -91,7 +94,7 @@ class Row:
         """Return what is trained."""
         if self.policy in COMPONENTS:
             return component_recipe(self.preset, dataset, self.seed, steps or COMPONENT_STEPS)
-        return read_recipe(self.preset, dataset, seed=self.seed, steps=steps)
+        return read_recipe(self.preset, dataset, seed=self.seed, steps=steps, augment=self.policy == FEW)
 
     @property
     def noise(self) -> dict[str, Any]:
@@ -111,6 +114,7 @@ def suite(name: str, seed: int, *, lerobot: bool) -> Iterator[Row]:
     for demos in (5, 10):
         policies = (*POLICIES, LEROBOT) if lerobot else POLICIES
         yield from (Row(("pick-place",), policy, demos, seed) for policy in policies)
+    yield from (Row((task,), FEW, demos, seed) for task in FEW_TASKS for demos in (5, 10))
     yield Row(("pusht",), "mlp", PUSHT_DEMOS // 2, seed)
     yield from (Row(("pusht",), policy, PUSHT_DEMOS, seed) for policy in ("mlp", *POLICIES))
     yield from (Row(("drawer-open",), "act", 50, seed, cameras, "hand") for cameras in (("corner2",), ()))
@@ -204,6 +208,8 @@ def row_key(row: Row, episodes: int, steps: int | None) -> str:
     """Return what tells a row from others: everything that its outcome depends on."""
     config = row.config("", steps)
     parts = [asdict(row), episodes, config["policy"], config["training"]]
+    if row.policy == FEW:
+        parts.append(config["data"]["params"]["augment"])
     if row.policy in COMPONENTS:
         files = config["policy"]["params"].pop("configs").values()  # what they say counts, not where they lie
         data = {**config["data"]["params"], "root": None}
@@ -211,8 +217,10 @@ def row_key(row: Row, episodes: int, steps: int | None) -> str:
     return json.dumps([*parts, row.noise] if row.noise else parts)
 
 
-COLUMNS = ("task", "policy", "demos", "seed", "succeeded", "rate", "95 % interval", "steps", "CPU min")
-_WIDTHS = (-24, -11, 5, 4, 9, 7, -17, 6, 7)
+TABLE = Table(
+    ("task", "policy", "demos", "seed", "succeeded", "rate", "95 % interval", "steps", "CPU min"),
+    (-24, -11, 5, 4, 9, 7, -17, 6, 7),
+)  # fmt: skip
 
 
 def cells(found: dict[str, Any]) -> tuple[str, ...]:
@@ -225,18 +233,9 @@ def cells(found: dict[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def print_cells(values: tuple[str, ...]) -> None:
-    """Print one line of the table."""
-    padded = (f"{value:{'<' if width < 0 else '>'}{abs(width)}}" for value, width in zip(values, _WIDTHS, strict=True))
-    print(" ".join(padded).rstrip(), flush=True)
-
-
 def print_markdown(rows: list[dict[str, Any]]) -> None:
     """Print the table for the documentation, and for policies of several tasks how each of these went."""
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("|" + "|".join("---" if width < 0 else "---:" for width in _WIDTHS) + "|")
-    for found in rows:
-        print("| " + " | ".join(cells(found)) + " |")
+    TABLE.print_markdown(map(cells, rows))
     for found in rows:
         if len(found["tasks"]) > 1:
             print(f"\n{found['label']}, {found['policy']}, {found['demos']} demonstrations of each:\n")
@@ -285,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     given.folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    print_cells(COLUMNS)
+    TABLE.print_line(TABLE.columns)
     for row in choose_rows(given):
         key = row_key(row, given.episodes, given.steps)
         if key not in done:
@@ -295,7 +294,7 @@ def main(arguments: list[str] | None = None) -> None:
             done[key] = {"key": key, **run_row(row, given.episodes, given.folder, given.steps, given.workers)}
             with kept.open("a") as file:
                 file.write(json.dumps(done[key]) + "\n")
-        print_cells(cells(done[key]))
+        TABLE.print_line(cells(done[key]))
 
 
 if __name__ == "__main__":

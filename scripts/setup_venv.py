@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "etude-setup.json"
 PROJECT = ROOT / "pyproject.toml"
 LOCK = ROOT / "requirements.lock"
+CLIENTS = ROOT / "clients.lock"
 STARTED = time.monotonic()
 LARGE_MB = 20
 """From this size on a download is worth a line: 20 MB take half a minute at 5 Mbit/s."""
@@ -44,14 +46,15 @@ def main(requested: set[str]) -> None:
         stamp = json.loads(STAMP.read_text()) if STAMP.exists() else {"extras": []}
         # Extras that are already there stay, and stay consistent with the rest.
         extras = sorted(requested | (set(stamp["extras"]) & set(known)))
-        if stamp == {"fingerprint": fingerprint, "extras": extras}:
-            return
-        say(f"etude[{','.join(extras)}] into .venv (once; a minute or two, and as long as the downloads take)")
-        make_venv()
-        STAMP.write_text(json.dumps({"fingerprint": "interrupted", "extras": stamp["extras"]}))
-        install(extras)
-        STAMP.write_text(json.dumps({"fingerprint": fingerprint, "extras": extras}))
-        say("done")
+        if stamp != {"fingerprint": fingerprint, "extras": extras}:
+            say(f"etude[{','.join(extras)}] into .venv (once; a minute or two, and as long as the downloads take)")
+            make_venv()
+            STAMP.write_text(json.dumps({"fingerprint": "interrupted", "extras": stamp["extras"]}))
+            install(extras)
+            STAMP.write_text(json.dumps({"fingerprint": fingerprint, "extras": extras}))
+            say("done")
+        if {"service", "all"} & set(extras):
+            install_clients()
 
 
 def say(text: str) -> None:
@@ -79,6 +82,22 @@ def install(extras: list[str]) -> None:
     run("-c", WARM_UP, failure="etude was installed, but what it needs cannot be imported")
 
 
+def install_clients() -> None:
+    """Put older versions of clients into folders of their own; where they cannot be had, their tests are skipped."""
+    for line in CLIENTS.read_text().splitlines():
+        folder = VENV / "clients" / line.replace("==", "-")
+        if line.startswith("#") or folder.exists():
+            continue
+        say(f"{line}, for tests, beside the one that etude uses")
+        part = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        options = ("--progress-bar", "off", "--no-compile", "--no-deps", "--retries", "1", "--target", str(part))
+        if last := attempt("-m", "pip", "install", *options, line):
+            say(f"{line} could not be installed, and its tests will be skipped: {last[-1].strip()}")
+        else:
+            part.rename(folder)
+
+
 def pip(*arguments: str) -> None:
     """Run `pip install` at the versions of the lock, and say what takes long."""
     failure = f"pip could not install {' '.join(arguments)}"
@@ -99,6 +118,13 @@ def worth_saying(line: str) -> str | None:
 
 def run(*arguments: str, failure: str) -> None:
     """Run the Python of .venv, or end with a sentence that says what failed."""
+    if last := attempt(*arguments):
+        sys.stderr.writelines(last)
+        sys.exit(f"setup: {failure} (the reason is above); mend that and run the command again")
+
+
+def attempt(*arguments: str) -> list[str]:
+    """Run the Python of .venv, and return the last lines of what failed, or nothing."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     env |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONUNBUFFERED": "1"}
     command = [str(VENV / "bin" / "python"), *arguments]
@@ -109,9 +135,7 @@ def run(*arguments: str, failure: str) -> None:
             last.append(line)
             if note := worth_saying(line):
                 say(note)
-    if process.returncode:
-        sys.stderr.writelines(last)
-        sys.exit(f"setup: {failure} (the reason is above); mend that and run the command again")
+    return (list(last) or [f"exit code {process.returncode}\n"]) if process.returncode else []
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from etude.builtins import BUILTINS
 from etude.registry import REGISTRIES
 from etude.signatures import Parameter, Signature, parse_static
-from etude.signatures.nested import MARKERS, ParametersOf, find_nested
+from etude.signatures.nested import MARKERS, NamedParametersOf, ParametersOf, find_nested
 from etude.signatures.source import SOURCES
 from etude.signatures.stored import FILE, from_line, read_type
 
@@ -29,7 +29,7 @@ def generate() -> str:
             continue
         lines[target] = _line(target, signature)
         said = [find_nested(parameter.annotation) for parameter in signature.parameters]
-        waiting += [nested.target for nested in said if isinstance(nested, ParametersOf)]
+        waiting += [nested.target for nested in said if isinstance(nested, ParametersOf | NamedParametersOf)]
     return "".join(f"{lines[target]}\n" for target in sorted(lines) if lines[target])
 
 

@@ -106,7 +106,9 @@ def logger_left_as_it_was() -> Iterator[None]:
 @pytest.fixture
 def child_env(tmp_path: Path) -> dict[str, str]:
     """The environment for child processes: one thread, no hub, warnings left to the child, a home of their own."""
-    return {**os.environ, **_CHILD_SETTINGS, "HOME": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    # PyOpenGL's platform is set by MuJoCo when a test of this process renders, and would be a child's, too.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYOPENGL_PLATFORM"}
+    return {**inherited, **_CHILD_SETTINGS, "HOME": str(tmp_path), "PYTHONUNBUFFERED": "1"}
 
 
 @pytest.fixture(scope="session")

@@ -11,20 +11,27 @@ REASONS = {
     "needs a CUDA device": "there are machines without one",
     "needs /proc": "there are systems without it",
     "OSMesa is not installed": "a system package, which only root can install",
+    "Chromium is not installed": "a system package, which only root can install",
     "mounting a small tmpfs is not permitted here": "only root may mount",
+    "the older client could not be installed": "a second version, which `make setup` fetches where it can",
+    "ETUDE_COOKBOOK_PYTHON names no Python that has tinker-cookbook": "its dependencies are not those of etude",
+    "no Docker engine answers": "an image is built where one does",
+    "ETUDE_LEROBOT_PYTHON names no Python that has lerobot": "its dependencies are not those of etude",
     "only some guarantees were selected": "the README's table is made from all of them",
 }
 """What a machine or a selection may lack, and why that is no mistake. A reason is matched as a whole."""
 
 OPTIONAL = {
     "components": ["geomloss", "h5py", "schedulefree"],
-    "dev": ["sklearn"],
+    "dev": ["ipykernel", "nbclient", "schemathesis", "sklearn"],
     "hf": ["transformers"],
     "lightning": ["lightning"],
     "llm": ["peft", "reasoning_gym", "transformers", "xllamacpp"],
     "ray": ["ray"],
     "service": ["fastapi", "openai", "tinker"],
+    "rerun": ["rerun"],
     "report": ["alembic", "mlflow", "sqlalchemy", "trackio", "wandb"],
+    "sweep": ["optuna"],
     "sim": [
         "av", "gym_pusht", "gymnasium", "h5py", "metaworld", "msgpack", "onnx", "onnxruntime", "onnxscript", "pyarrow",
         "pygame", "shapely", "websockets", "zarr",

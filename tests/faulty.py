@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -19,8 +20,21 @@ SAFE = ("/api/v1/client/config", "/api/v1/client/dynamic_config", "/api/v1/creat
 class FaultyLine:
     """Forwards HTTP to a service, a share of the calls badly: which is drawn from a seed, and the faults take turns."""
 
-    def __init__(self, target: str, *, share: float, seed: int) -> None:
+    def __init__(
+        self, target: str, *, share: float, seed: int, plan: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        """Forward calls to an address.
+
+        Args:
+            target: The address.
+            share: How many calls go wrong, of 1.
+            seed: Decides which.
+            plan: Faults of the first calls of a name, one after the other, whatever the share.
+        """
         self.seen: Counter[str] = Counter()
+        self.heard: list[tuple[str, str, str, bytes | None]] = []
+        """Every call: its method, its path, the kind of its body, and that."""
+        planned = {name: list(faults) for name, faults in (plan or {}).items()}
         line, generator, lock = self, random.Random(seed), threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
@@ -28,9 +42,13 @@ class FaultyLine:
 
             def handle_call(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or None
+                kind = self.headers.get("Content-Type", "")
                 with lock:
+                    line.heard.append((self.command, self.path, kind, body))
                     is_bad = self.path not in SAFE and generator.random() < share
                     fault = FAULTS[(line.seen.total() - line.seen[""]) % len(FAULTS)] if is_bad else ""  # all in turn
+                    if left := planned.get(self.path.rpartition("/")[2]):
+                        fault = left.pop(0)
                     line.seen[fault] += 1
                 if fault == "delayed":
                     time.sleep(0.05)

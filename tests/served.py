@@ -1,4 +1,4 @@
-"""A training service in a process of its own, for tests: started, killed, started again at the same place."""
+"""Servers for tests: pages in a thread, and a training service that is started, killed, started again at its place."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ import urllib.request
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
+from http.server import HTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, Self
 
 from etude.runs.durable import process_alive
 from tests.faulty import FaultyLine
 from tests.processes import free_port
 
 KEY = "tml-a-key-for-tests"
-START_S = 60.0
+START_S = 240.0
+RUNNING = "ETUDE_TEST_SERVED"
+"""Names the address of a service that another process has started."""
 
 
 class Preloaded:
@@ -80,6 +85,13 @@ class Served:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.log = folder.parent / f"{folder.name}.log"
+
+    @classmethod
+    def running(cls, url: str) -> Served:
+        """Return one that another process has started, and will end."""
+        found = cls(Path("elsewhere"))
+        found.url, found.port = url, int(url.rpartition(":")[2])
+        return found
 
     def start(self) -> Served:
         """Start it, and return when it answers."""
@@ -140,6 +152,42 @@ class Served:
         except ValueError:
             return status, content
 
+    def result(self, sent: Any, key: str = KEY) -> Any:
+        """Return what a request came to, however long that takes on a machine with much to do."""
+        for _ in range(20):
+            status, found = self.call("/api/v1/retrieve_future", {"request_id": sent["request_id"]}, key=key)
+            if status != 408:
+                break
+        assert status == 200, found
+        return found
+
+
+class ServedPages:
+    """A server of pages in a thread, and what it answers."""
+
+    def __init__(self, server: HTTPServer) -> None:
+        self.server, self.port = server, int(server.server_address[1])
+        self.url = f"http://127.0.0.1:{self.port}/"
+        self._thread = Thread(target=lambda: server.serve_forever(poll_interval=0.01))
+
+    def get(self, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+        """Return status, content and headers of an answer."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        found = answer.status, answer.read(), dict(answer.getheaders())
+        connection.close()
+        return found
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self._thread.join(timeout=60)
+        self.server.server_close()
+
 
 @contextmanager
 def connected(served: Served | FaultyLine, key: str = KEY) -> Iterator[Any]:
@@ -151,7 +199,10 @@ def connected(served: Served | FaultyLine, key: str = KEY) -> Iterator[Any]:
     try:
         yield client
     finally:
-        client.close("success").result()
+        if hasattr(client, "close"):  # older ones have none
+            client.close("success").result()
+        else:
+            client.holder.close()
         del client
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)

@@ -14,6 +14,8 @@ BUILTINS: Final[dict[str, dict[str, str]]] = {
         "flow": "policies.flow:FlowMatching",
         "language": "policies.language.build:language_model",
         "mlp": "policies.mlp:MLP",
+        "residual": "policies.residual:ResidualPolicy",
+        "soft_actor_critic": "policies.soft_actor_critic:SoftActorCritic",
     },
     "data": {
         "digits": "data.digits:Digits",
@@ -44,6 +46,7 @@ BUILTINS: Final[dict[str, dict[str, str]]] = {
         "remax": "algorithms.reinforce:ReMax",
         "reward_model": "algorithms.reward_model:RewardModel",
         "rloo": "algorithms.reinforce:RLOO",
+        "rlpd": "algorithms.rlpd:RLPD",
         "sapo": "algorithms.grpo:SAPO",
         "sft": "algorithms.sft:SFT",
         "simpo": "algorithms.preference:SimPO",
@@ -90,6 +93,9 @@ BUILTINS: Final[dict[str, dict[str, str]]] = {
     },
     "generators": {
         "endpoint": "rollouts.endpoint:CompletionEndpoint",
+    },
+    "robots": {
+        "simulated": "deploy.simulated:SimulatedRobot",
     },
     "trainers": {
         "cfg_vqvae_flow_matching_trainer": "algorithms.components.guided:GuidedCodeFlow",

@@ -195,7 +195,7 @@ class EarlyStop(Callback):
 
 
 class ShowProgress(Callback):
-    """Show loss, rate and time left: live in a terminal, plain lines elsewhere."""
+    """Show what matters, rate and time left: live in a terminal, plain lines elsewhere."""
 
     def __init__(self, display: ProgressDisplay | None = None) -> None:
         self.display = display
@@ -207,6 +207,8 @@ class ShowProgress(Callback):
         from etude.runs.progress import ProgressDisplay
 
         self.display = self.display or ProgressDisplay()
+        config = trainer.config
+        self.display.training = {"best_metric": config.best_metric, "best_mode": config.best_mode}
         if not trainer.session.finished:
             self.display.message(describe_start(trainer))
         self._start = (trainer.progress.step, time.perf_counter())
@@ -225,7 +227,7 @@ class ShowProgress(Callback):
 
     def on_log(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         """Show the training metrics."""
-        self._show(trainer, step, {k.removeprefix("train/"): v for k, v in metrics.items() if k.startswith("train/")})
+        self._show(trainer, step, {name: value for name, value in metrics.items() if name.startswith("train/")})
 
     def on_evaluate_end(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         """Show the evaluation metrics."""

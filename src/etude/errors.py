@@ -61,7 +61,7 @@ class CheckpointError(EtudeError, exit_code=4):
 
 
 class NonFiniteError(EtudeError, ArithmeticError, exit_code=5):
-    """A loss, gradient or reward is NaN or infinite; raised before the update."""
+    """A loss, gradient, reward or action is NaN or infinite; raised before the update, or before the robot moves."""
 
 
 class RankError(EtudeError, exit_code=6):
@@ -86,6 +86,14 @@ class DirectoryInUseError(EtudeError, exit_code=11):
 
 class ServiceError(EtudeError, exit_code=12):
     """A training service is away, too slow, or refused what was asked of it."""
+
+
+class RobotError(EtudeError, exit_code=13):
+    """A robot died, hangs, shows nothing new, or refused what was asked of it; it was told to stop."""
+
+
+class ControlError(EtudeError, exit_code=14):
+    """A control loop had no plan in time, missed too many steps, or met a strict limit; it stopped the robot."""
 
 
 class Interrupted(SystemExit):

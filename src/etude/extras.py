@@ -9,9 +9,9 @@ from etude.errors import MissingExtraError
 
 EXTRAS: Final = {
     "accelerate": "hf", "fastapi": "service", "geomloss": "components", "gguf": "llm", "gymnasium": "sim",
-    "h5py": "sim", "lightning": "lightning", "metaworld": "sim", "mujoco": "sim", "peft": "llm", "pyarrow": "sim",
-    "ray": "ray", "reasoning_gym": "llm", "schedulefree": "components", "sklearn": "quickstart", "transformers": "hf",
-    "zarr": "sim",
+    "h5py": "sim", "lightning": "lightning", "metaworld": "sim", "mujoco": "sim", "optuna": "sweep", "peft": "llm",
+    "pyarrow": "sim", "ray": "ray", "reasoning_gym": "llm", "schedulefree": "components", "sklearn": "quickstart",
+    "transformers": "hf", "zarr": "sim",
 }  # fmt: skip
 """Which extra brings a module that a component may lack."""
 

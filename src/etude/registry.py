@@ -334,13 +334,14 @@ TASK_REGISTRY: Registry[Any] = Registry(
 REWARD_REGISTRY: Registry[Any] = Registry("rewards", ("__call__", "evaluate"), supplied=("task", "text"))
 AGENT_REGISTRY: Registry[Any] = Registry("agents", ("run",), supplied=("task", "llm"))
 GENERATOR_REGISTRY: Registry[Any] = Registry("generators", ("generate",))
+ROBOT_REGISTRY: Registry[Any] = Registry("robots", ("observe act stop",))
 
 REGISTRIES: dict[str, Registry[Any]] = {
     registry.name: registry
     for registry in (
         POLICY_REGISTRY, DATASET_BUILDER_REGISTRY, ALGORITHM_REGISTRY, ENGINE_REGISTRY, TRAINER_REGISTRY,
         OPTIMIZER_BUILDER_REGISTRY, LOSS_BUILDER_REGISTRY, LOGGER_REGISTRY, CALLBACK_REGISTRY, ENVIRONMENT_REGISTRY,
-        TASK_REGISTRY, REWARD_REGISTRY, AGENT_REGISTRY, GENERATOR_REGISTRY,
+        TASK_REGISTRY, REWARD_REGISTRY, AGENT_REGISTRY, GENERATOR_REGISTRY, ROBOT_REGISTRY,
     )
 }  # fmt: skip
 

@@ -11,17 +11,22 @@ import torch
 _MASK: Final = 0xFFFFFFFFFFFFFFFF
 
 # Named streams, so that no two purposes ever share random numbers.
-STREAM_INIT, STREAM_STEP, STREAM_EVALUATE, STREAM_ORDER, STREAM_SAMPLE, STREAM_ROLLOUT = range(1, 7)
+STREAM_INIT, STREAM_STEP, STREAM_EVALUATE, STREAM_ORDER, STREAM_SAMPLE, STREAM_ROLLOUT, STREAM_REPLAY = range(1, 8)
 
 
 def fold(*parts: int) -> int:
     """Mix integers into one 64-bit key (splitmix64 over the running state); order matters."""
     key = 0x9E3779B97F4A7C15
     for part in parts:
-        key = (key ^ (part & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
-        key = (key ^ (key >> 27)) * 0x94D049BB133111EB & _MASK
-        key ^= key >> 31
+        key = fold_more(key, part)
     return key
+
+
+def fold_more(key: int, part: int) -> int:
+    """Extend a key by one integer: `fold_more(fold(a), b) == fold(a, b)`."""
+    key = (key ^ (part & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+    key = (key ^ (key >> 27)) * 0x94D049BB133111EB & _MASK
+    return key ^ (key >> 31)
 
 
 def fold_array(key: int | np.ndarray, parts: np.ndarray) -> np.ndarray:

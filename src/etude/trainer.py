@@ -81,12 +81,12 @@ class Trainer:
             config: Length, optimisation, cadence and safety.
             sampler: Makes rollouts to learn from, in place of policy and data.
             environment: Another name for `sampler`.
-            run: Directory or name of the run; None makes `runs/<time>-<name>`, False writes nothing.
+            run: Directory or name of the run; None makes a new one, `runs/<name>` or by the time, False writes nothing.
             callbacks: What else happens around the loop.
             loggers: Where metrics go beside metrics.jsonl: loggers, or their keys in the registry such as "wandb"; None
                 means TensorBoard.
             eval_data: What `evaluate` measures the loss on; None is what a data module holds out, False nothing.
-            name: A word for the run's directory when `run` is None.
+            name: What a new run is called; the second of that name is `<name>-2`.
             run_root: Where runs without a directory of their own go.
             run_config: What to store as the run's configuration instead of the training section alone.
             show_progress: Show live progress in a terminal, plain lines elsewhere.

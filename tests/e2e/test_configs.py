@@ -20,9 +20,8 @@ from etude.config.presets import presets
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 EVERY = sorted(presets().values())
-ROBOT = [path for path in EVERY if path.parent.name in ("components", "metaworld", "robot")]
-SHAPES = {"metaworld": (39, 4), "pusht": (5, 2)}
-"""Numbers of state and of action."""
+ROBOT = [path for path in EVERY if "etude record" in path.read_text(encoding="utf-8")]
+PUSHT = ([f"number_{i}" for i in range(5)], ["x", "y"])
 needs_sim = pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs etude[sim]")
 
 
@@ -68,30 +67,41 @@ def test_comments_say_how_to_make_the_data_and_how_to_train(path: Path) -> None:
             assert command[2] == f"runs/{config.run.name}"
 
 
+def numbers(made: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the names of the numbers of state and of action that a command records."""
+    if options(made, "--env")[0] == "pusht":
+        return PUSHT
+    from etude.simulation.environments.metaworld import ACTION_NAMES, RELATIVE_NAMES, STATE_NAMES
+
+    is_relative = "state=relative" in options(made, "--option")
+    return list(RELATIVE_NAMES if is_relative else STATE_NAMES), list(ACTION_NAMES)
+
+
 def write_data(root: Path, made: Sequence[str]) -> None:
     """Write a small dataset with the features that a command records."""
     from etude.data import LeRobotWriter
 
     envs = options(made, "--env")
-    state, action = SHAPES[envs[0].split("/")[0]]
     features: dict[str, Any] = {
-        "observation.state": {"dtype": "float32", "shape": (state,)},
-        "action": {"dtype": "float32", "shape": (action,)},
+        name: {"dtype": "float32", "shape": (len(names),), "names": names}
+        for name, names in zip(("observation.state", "action"), numbers(made), strict=True)
     }
     for camera in options(made, "--cameras"):
         size = int(options(made, "--size")[0])
         features[f"observation.images.{camera}"] = {"dtype": "image", "shape": (size, size, 3)}
+    if "--rewards" in made:
+        features["next.reward"] = {"dtype": "float32", "shape": (1,)}
     generator = np.random.default_rng(0)
     with LeRobotWriter(root, features, fps=10) as writer:
         for episode in range(2 * len(envs)):
             for _ in range(6):
-                numbers = {
+                frame = {
                     name: generator.random(one["shape"]).astype(np.float32)
                     if one["dtype"] == "float32"
                     else generator.integers(0, 255, one["shape"], dtype=np.uint8)
                     for name, one in features.items()
                 }
-                writer.add_frame(numbers)
+                writer.add_frame(frame)
             writer.save_episode(task=envs[episode % len(envs)])
 
 
@@ -106,6 +116,9 @@ def test_a_step_is_trained_on_data_of_that_kind(path: Path, tmp_path: Path, monk
     small = ["training.duration=1 steps", "training.batch_size=2", "callbacks=[]"]
     if path.parent.name != "components":
         small += ["training.evaluate_every=null", "training.best_metric=eval/loss", "training.best_mode=min"]
+    if path.parent.name == "online":
+        small += ["online.episodes_per_round=1", "online.options.max_steps=3", "online.share=0.5"]
+        small += ["online.start_after=0", "online.keep=all", "training.save_every=null"]
     loaded = load(path, small)
     write_data(Path(loaded.config.data.params["root"]), commands(path)[0])
     trainer = build(loaded)
@@ -114,7 +127,7 @@ def test_a_step_is_trained_on_data_of_that_kind(path: Path, tmp_path: Path, monk
     assert result.steps == 1
     assert result.run_dir == Path(loaded.config.run.root) / str(loaded.config.run.name)
     if hasattr(trainer.policy, "select_action") and path.stem != "mutual_information_estimator":
-        state, action = SHAPES[options(commands(path)[0], "--env")[0].split("/")[0]]
+        state, action = map(len, numbers(commands(path)[0]))
         if not options(commands(path)[0], "--cameras"):
             seen = {"observation.state": torch.zeros(1, state), "task_index": torch.zeros(1, dtype=torch.long)}
             assert trainer.policy.select_action(seen).shape == (1, action)

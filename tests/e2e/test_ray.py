@@ -254,7 +254,8 @@ def test_a_lost_worker_is_a_rank_error_and_the_next_run_goes_on(tmp_path: Path, 
     run, kills = tmp_path / "run", [SendSignal(23, signal.SIGKILL)]
     assert drive(Subject("ray", 2), run, callbacks=kills) == RankError.exit_code
     said = run.with_suffix(".said").read_text()
-    assert re.search(r"RankError: rank 0.*; engine\.params\.max_failures lets Ray start the group again", said), said
+    # Both kill themselves, and Ray tells of whom it has missed by then.
+    assert re.search(r"RankError: rank [01].*; engine\.params\.max_failures lets Ray start the group again", said), said
     assert drive(Subject("torch"), run) == 0, "a checkpoint of two workers is one of one process"
     assert CheckpointStore(run / "checkpoints").load("last").step == 50
 

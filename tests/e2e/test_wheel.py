@@ -14,9 +14,9 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+def pip(*arguments: str, python: str = sys.executable, timeout_s: float = 200) -> None:
+    command = [python, "-m", "pip", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
 
 
@@ -78,3 +78,26 @@ def test_presets_are_listed_checked_and_trained_by_name(
 def test_a_skeleton_is_written_and_is_valid(etude: Callable[..., str]) -> None:
     etude("new", "trainer", "mine")
     etude("check", "mine.yaml")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_a_clean_environment_with_the_wheel_runs_the_quickstart(
+    wheel: Path, repository: Path, child_env: dict[str, str], tmp_path: Path
+) -> None:
+    """As a user does it: an empty environment, pip at the versions of the lock, and the first command elsewhere."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "clean")], check=True, timeout=300)
+    clean, lock = tmp_path / "clean/bin", str(repository / "requirements.lock")
+    pip("install", "-q", "-c", lock, f"{wheel}[quickstart,sim]", python=str(clean / "python"), timeout_s=1800)
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    env = {name: value for name, value in child_env.items() if name != "PYTHONPATH"}
+    command = [str(clean / "etude"), "quickstart"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, check=False, timeout=1500)
+    assert done.returncode == 0, done.stderr
+    run = folder / "runs/quickstart-pick-place-act"
+    stages = json.loads((run / "quickstart.json").read_text())["stages"]
+    assert all(stages[name]["done"] for name in ("record", "train", "evaluate"))
+    assert "<video" in (run / "report.html").read_text(encoding="utf-8")
+    where = [str(clean / "python"), "-c", "import etude; print(etude.__file__)"]
+    assert subprocess.check_output(where, text=True, env=env, cwd=folder, timeout=60).startswith(str(tmp_path / "clean"))

@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("grpo_trainer",),
     ("deploy", "redteam", "service"),
     ("config",),
+    ("sweep",),
     ("cli",),
 )
 LAYER_OF = {name: height for height, names in enumerate(LAYERS) for name in names}

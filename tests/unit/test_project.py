@@ -61,6 +61,7 @@ BY_IMPORT = {
     "google": "protobuf",
     "mlflow": "mlflow-skinny",
     "profanity_check": "alt-profanity-check",
+    "rerun": "rerun-sdk",
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }

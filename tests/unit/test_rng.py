@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rng import fold, fold_array, generators_kept, seed_everything
+from etude.rng import fold, fold_array, fold_more, generators_kept, seed_everything
 
 parts = st.integers(min_value=0, max_value=2**63 - 1)
 
@@ -32,6 +32,11 @@ def test_the_order_of_parts_matters(a: int, b: int) -> None:
 @given(parts, st.lists(parts, min_size=1, max_size=8))
 def test_folding_an_array_equals_folding_its_numbers(first: int, values: list[int]) -> None:
     assert fold_array(fold(first), np.array(values)).tolist() == [fold(first, value) for value in values]
+
+
+@given(parts, parts)
+def test_a_key_can_be_extended_by_one_more(first: int, more: int) -> None:
+    assert fold_more(fold(first), more) == fold(first, more)
 
 
 def test_arrays_of_keys_broadcast_with_parts() -> None:

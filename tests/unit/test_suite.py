@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 
 def _commands_of_make(repository: Path, target: str) -> list[str]:
     """Return what make would run, without running it."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST_"))}
+    given = ("AGAIN", "MAKE", "MFLAGS", "PYTEST_")  # by the make that runs these tests: it exports what it was given
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(given)}
     command = ["make", "-n", "--no-print-directory", target]
     done = subprocess.run(command, cwd=repository, env=kept, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.replace("\\\n", " ").splitlines()
@@ -67,6 +68,42 @@ def test_a_worker_that_dies_ends_the_run_with_the_name_of_its_test(repository: P
     assert done.returncode == 1, done.stdout + done.stderr
     assert "crashed while running 'test_one.py::test_that_dies'" in done.stdout
     assert "1 failed, 2 passed" in done.stdout, "the rest of the file is not run by a new worker"
+
+
+UNSTEADY = """
+    from pathlib import Path
+
+    MARK = Path(__file__).with_name("tried")
+
+    def test_that_fails_once():
+        was_there = MARK.exists()
+        MARK.touch()
+        assert was_there, "the first time"
+    """
+
+
+def test_a_test_that_passes_alone_is_named_and_does_not_fail_the_run(repository: Path, tmp_path: Path) -> None:
+    done = _run(repository, tmp_path, UNSTEADY, "--again", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "UNSTEADY test_one.py::test_that_fails_once" in done.stdout
+    assert "AssertionError: the first time" in done.stdout
+    assert "1 passed, 1 unsteady" in done.stdout
+
+
+def test_a_failure_counts_where_nobody_asked_for_a_second_try(repository: Path, tmp_path: Path) -> None:
+    done = _run(repository, tmp_path, UNSTEADY)
+    assert done.returncode == 1
+    assert "1 failed, 1 passed" in done.stdout
+
+
+def test_what_fails_again_or_in_numbers_or_with_its_worker_has_failed(repository: Path, tmp_path: Path) -> None:
+    fails = "def test_that_fails():\n    assert False\n"
+    dies = "import os\n\ndef test_that_dies():\n    os._exit(3)\n"
+    for name, tests in {"again": fails, "numbers": fails + fails.replace("fails", "fails_too"), "worker": dies}.items():
+        (folder := tmp_path / name).mkdir()
+        done = _run(repository, folder, tests, "--again", "1")
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert "unsteady" not in done.stdout
 
 
 def test_a_test_that_hangs_inside_c_ends_the_run_with_its_name(repository: Path, tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from etude.algorithms.preference import DPO, IPO, ORPO, SimPO
     from etude.algorithms.reinforce import OPO, RLOO, ReinforcePlusPlus, ReMax
     from etude.algorithms.reward_model import RewardModel
+    from etude.algorithms.rlpd import RLPD
     from etude.algorithms.sft import SFT
 
 __all__ = [
-    "CISPO", "DPO", "DRO", "GKD", "GMPO", "GRPO", "GSPO", "IPO", "KTO", "OPO", "ORPO", "PPO", "RLOO", "SAPO", "SFT",
-    "BehaviorCloning", "Distillation", "DrGRPO", "PolicyGradient", "ReMax", "ReinforcePlusPlus", "RewardModel", "SimPO",
+    "CISPO", "DPO", "DRO", "GKD", "GMPO", "GRPO", "GSPO", "IPO", "KTO", "OPO", "ORPO", "PPO", "RLOO", "RLPD", "SAPO",
+    "SFT", "BehaviorCloning", "Distillation", "DrGRPO", "PolicyGradient", "ReMax", "ReinforcePlusPlus", "RewardModel",
+    "SimPO",
 ]  # fmt: skip
 
 _HOMES = {
@@ -35,6 +37,7 @@ _HOMES = {
     "preference": ("DPO", "IPO", "ORPO", "SimPO"),
     "reinforce": ("OPO", "RLOO", "ReMax", "ReinforcePlusPlus"),
     "reward_model": ("RewardModel",),
+    "rlpd": ("RLPD",),
     "sft": ("SFT",),
 }
 __getattr__, __dir__ = lazily(__name__, _HOMES)

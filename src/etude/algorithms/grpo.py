@@ -138,6 +138,7 @@ class CISPO(_OwnLoss):
     """GRPO that clips the importance weight instead of the update, so that every token keeps its gradient."""
 
     own_loss = staticmethod(losses.cispo)
+    clips_around_old = False
 
     aggregation: Aggregation = "token_mean"
     """How tokens become one loss: token_mean, token_sum, sequence_mean or length_normalised."""
@@ -162,6 +163,7 @@ class DRO(_OwnLoss):
     """Group advantages, with a square around the old policy in place of a clip: for data that is not fresh."""
 
     own_loss = staticmethod(losses.dro)
+    clips_around_old = False
 
     aggregation: Aggregation = "token_mean"
     """How tokens become one loss: token_mean, token_sum, sequence_mean or length_normalised."""

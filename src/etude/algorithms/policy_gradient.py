@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,9 +32,16 @@ if TYPE_CHECKING:
     from etude.trainer import Trainer
 
 
+BEHIND_CAP = 2.0
+"""The greatest weight of a token that was drawn with older weights, unless `tis_cap` says another."""
+
+
 @dataclass(kw_only=True)
 class PolicyGradient:
     """Base of algorithms that raise the probability of what did better than expected."""
+
+    clips_around_old: ClassVar[bool] = True
+    """Whether the loss stops at a distance from the old policy, rather than weighing it."""
 
     epochs: int = 1
     """Passes over each experience."""
@@ -68,7 +75,7 @@ class PolicyGradient:
     """Weight of the entropy of the distributions that tokens are drawn from, as a bonus."""
     tis_cap: float | None = None
     """Truncated importance sampling: weigh tokens by p_old / p_sampler, at most this (2 is usual), for a sampler whose
-    log-probabilities differ from the policy's own; None trusts the sampler's."""
+    log-probabilities differ from the policy's own; None trusts the sampler's, unless it drew with older weights."""
     overlong_length: int | None = None
     """Longest completion, for a penalty on length; None is no penalty."""
     overlong_buffer: int = 0
@@ -104,12 +111,34 @@ class PolicyGradient:
         )
         self.gather: Gather = alone
         """How numbers are exchanged with the other ranks."""
+        self.is_behind = False
+        """Whether what it learns from was drawn with older weights."""
+        self.updates_once = False
+        """Whether an experience is known to be worth one update: the policy is then the old one while it lasts."""
         self.metrics: dict[str, tuple[float, float]] = {}
         """What the last experience has to tell: means and their weights, by name."""
 
     def attach(self, trainer: Trainer) -> None:
-        """Take the statistics of an experience over all ranks of a session from now on."""
+        """Take the statistics of an experience over all ranks of a session, and learn how old its rollouts are."""
         self.gather = trainer.session.gather
+        self.learn_age(trainer.data, self.minibatches)
+
+    def learn_age(self, data: Any, minibatches: int | None) -> None:
+        """Learn from the data whether rollouts are older than the policy, and in how many updates a pass is made."""
+        self.is_behind = bool(getattr(data, "is_ahead", False))
+        self.updates_once = self.epochs == minibatches == 1 and not self.kl_coef
+
+    @property
+    def weight_cap(self) -> float | None:
+        """The greatest weight of a token for what drew it not being what is trained; None weighs nothing.
+
+        A clip holds the policy near the weights that it is taken around: around those that drew, one version ago, it
+        would forbid what the step before has done. So the clip is around the weights at the beginning of the step, and
+        the distance from there to those that drew is a weight.
+        """
+        if self.tis_cap is None and self.is_behind and self.clips_around_old and self.objective == "clip":
+            return BEHIND_CAP
+        return self.tis_cap
 
     # ---- what an algorithm is ------------------------------------------------------------------------------------
 
@@ -201,11 +230,13 @@ class PolicyGradient:
     def _ask_policy(self, policy: Any, batch: Batch, rows: int) -> None:
         if self.needs_values and "values" not in batch.values:
             batch.values["values"] = self._in_parts(batch, rows, lambda part: self._values(policy, part))
-        corrects = self.tis_cap is not None and "rollout_log_probs" not in batch.values
+        corrects = self.weight_cap is not None and "rollout_log_probs" not in batch.values
         if corrects and "old_log_probs" in batch.values:  # what came with the rollouts is the sampler's word
             batch.values["rollout_log_probs"] = batch.values["old_log_probs"]
             del batch.values["old_log_probs"]
-        if "old_log_probs" not in batch.values:
+        # Where there is one update, the weights at its beginning are those of the loss: `old_log_probs` says the same.
+        is_known = "rollout_log_probs" in batch.values and self.updates_once
+        if "old_log_probs" not in batch.values and not is_known:
             batch.values["old_log_probs"] = self._in_parts(batch, rows, lambda part: self._log_probs(policy, part))
         if corrects and "rollout_log_probs" not in batch.values:
             batch.values["rollout_log_probs"] = batch.values["old_log_probs"]
@@ -271,9 +302,11 @@ class PolicyGradient:
         mask_BT = batch["loss_mask"]
         loss_BT = self.token_loss(log_probs_BT, batch)
         metrics = self.token_metrics(log_probs_BT.detach(), batch)
-        if self.tis_cap is not None:
-            old_BT, sampler_BT = (batch.require(name)[name] for name in ("old_log_probs", "rollout_log_probs"))
-            metrics["tis_weight"] = losses.truncated_weights(old_BT, sampler_BT, mask_BT, cap=self.tis_cap)
+        if self.weight_cap is not None:
+            old_BT = self.old_log_probs(log_probs_BT, batch)
+            drawer_BT = batch.require("rollout_log_probs")["rollout_log_probs"]
+            metrics["tis_weight"] = losses.truncated_weights(old_BT, drawer_BT, mask_BT, cap=self.weight_cap)
+            metrics["drawer_kl"] = kl(drawer_BT, old_BT, "k3", mask_BT=mask_BT)
             loss_BT = loss_BT * metrics["tis_weight"]
         if self.kl_coef and self.kl_in == "loss":
             batch.require("ref_log_probs")

@@ -41,19 +41,21 @@ def load_function(file: Path, name: str) -> Any:
     return found() if isinstance(found, type) else found
 
 
-def read_options(settings: Sequence[str], cameras: str | None, size: int | None) -> dict[str, Any]:
-    """Return the parameters of an environment from KEY=VALUE texts and the two that have options of their own."""
+def read_options(
+    settings: Sequence[str], cameras: str | None, size: int | None, option: str = "--option"
+) -> dict[str, Any]:
+    """Return parameters from the KEY=VALUE texts of an option, and the two of environments that have their own."""
     from etude.reading import yaml12
 
     options: dict[str, Any] = {}
     for setting in settings:
         key, mark, value = setting.partition("=")
         if not mark or not key:
-            raise ConfigError(f"--option {setting!r}: write KEY=VALUE, as in max_steps=300")
+            raise ConfigError(f"{option} {setting!r}: write KEY=VALUE, as in max_steps=300")
         try:
             options[key] = yaml12.read(value).value
         except yaml12.ReadError as error:
-            raise ConfigError(f"--option {setting!r}: {error.message}") from None
+            raise ConfigError(f"{option} {setting!r}: {error.message}") from None
     if cameras is not None:
         options["cameras"] = [name.strip() for name in cameras.split(",") if name.strip()]
     if size is not None:

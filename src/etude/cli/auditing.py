@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from etude.cli.output import is_main_rank, print_json, print_table, say, show_log
+from etude.cli.train import how_to_go_on
 from etude.errors import ConfigError
 from etude.reading import yaml12
 from etude.reading.compose import read_file
 from etude.reading.load import Loaded, load
 from etude.redteam.config import REDTEAM, RUN_SECTION, RedTeamConfig
 from etude.runs.durable import write_atomically
+from etude.runs.progress import shown_metrics
 
 KEPT_CONFIG = "redteam.yaml"
 log = logging.getLogger("etude")
@@ -60,11 +62,12 @@ def _train(loaded: Loaded[RedTeamConfig], run: Path | None = None) -> None:
     if is_main_rank():
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / KEPT_CONFIG, yaml12.write(loaded.stored()).encode())
-    result = trainer.fit()
+    with how_to_go_on(trainer):
+        result = trainer.fit()
     if not is_main_rank():
         return
     say(f"reached step {result.steps}" + ("" if result.stopped == "finished" else f" ({result.stopped})"))
-    shown = [f"{name} {result.metrics[name]:.4g}" for name in ("eval/score", "eval/reward") if name in result.metrics]
+    shown = [f"{name} {value:.4g}" for name, value in shown_metrics(result.metrics).items() if name.startswith("eval/")]
     if shown:
         say("  ".join(shown))
     say(f"auditor: {directory / 'best'}, {directory / 'last'}")

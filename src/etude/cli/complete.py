@@ -24,6 +24,7 @@ KINDS = (
     "rewards",
     "agents",
     "generators",
+    "robots",
 )
 
 
@@ -98,4 +99,11 @@ def _run_directories(root: Path) -> list[Path]:
         paths = [path for path in root.iterdir() if (path / "status.json").exists() or (path / "config.yaml").exists()]
     except OSError:
         return []
-    return sorted(paths, key=lambda path: path.name, reverse=True)
+    return sorted(paths, key=lambda path: (_touched(path), path.name), reverse=True)
+
+
+def _touched(path: Path) -> float:
+    try:
+        return (path / "status.json").stat().st_mtime
+    except OSError:
+        return 0.0

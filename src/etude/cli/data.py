@@ -42,14 +42,20 @@ def stats(
 @data_app.command()
 def view(
     root: Root,
-    episode: Annotated[int, count("--episode", "Which episode.", least=0)] = 0,
-    output: Annotated[Path | None, output_option("Where to write it [views/DATASET-episode-N.html].", "FILE")] = None,
+    episode: Annotated[int | None, count("--episode", "This episode alone.", least=0)] = None,
+    output: Annotated[Path | None, output_option("Where to write the page [views/DATASET.html].", "FILE")] = None,
     open_page: OpenPage = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve it, as is done where a file is too small.")] = False,
+    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8701,
+    rerun: Annotated[Path | None, option("--rerun", "FILE", "Write a file for the Rerun viewer instead.")] = None,
 ) -> None:
-    """Write one episode as an HTML page: pictures of every camera, curves of every number."""
-    from etude.cli.datasets import view_episode
+    """Show DATASET: episodes with videos and curves, distributions, and what looks odd.
 
-    view_episode(root, episode, output, open_page=open_page)
+    Such as: etude data view data/metaworld-pick-place --open
+    """
+    from etude.cli.viewing import view as view_dataset
+
+    view_dataset(root, episode=episode, output=output, open_page=open_page, serve=serve, port=port, rerun=rerun)
 
 
 @data_app.command()

@@ -90,19 +90,6 @@ def print_stats(root: str, episodes: str | None, *, as_json: bool) -> None:
     say(f"over {len(dataset)} frames of {dataset.num_episodes} episodes; pictures in 0..1")
 
 
-def view_episode(root: str, episode: int, output: Path | None, *, open_page: bool) -> None:
-    """Write one episode as a page and say where it is."""
-    from etude.data.lerobot.page import write_page
-
-    dataset = _open(root, None, cache_gb=0.0)
-    target = output or Path("views", f"{dataset.root.resolve().name}-episode-{episode}.html")
-    say(str(write_page(dataset, episode, target)))
-    if open_page:
-        import webbrowser
-
-        webbrowser.open(target.resolve().as_uri())
-
-
 def convert_recording(
     source: Path,
     target: Path,

@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 from etude.cli.acting import find_policy, read_options
 from etude.cli.counting import Counting
 from etude.cli.output import print_json, print_table, say
+from etude.errors import ConfigError
 from etude.registry import load_plugins
 
 if TYPE_CHECKING:
-    from etude.simulation.results import EpisodeRow, EvaluationResult
+    from etude.simulation.results import EpisodeRow, EvaluationResult, Rate
+
+
+MOST_GROUPS = 12
+"""Groups of failures that are printed."""
 
 
 def evaluate_source(
@@ -32,6 +37,8 @@ def evaluate_source(
     settings: Sequence[str],
     as_json: bool,
     plugins: Sequence[str] = (),
+    diagnose: bool = True,
+    samples: int = 0,
 ) -> None:
     """Evaluate a policy, keep the result, and print it."""
     gc.enable()  # switched off for the start by `main`
@@ -39,8 +46,11 @@ def evaluate_source(
     options = read_options(settings, None, None)
     policy = find_policy(source, which)
     output = output or default_output(source)
+    from etude.simulation.diagnosis import DiagnosisOptions
     from etude.simulation.evaluate import evaluate_policy
 
+    if samples and not diagnose:
+        raise ConfigError("--samples is part of the diagnosis; leave out --no-diagnose")
     stem = output / f"{'+'.join(env.replace('/', '-').replace(':', '-') for env in envs)}-{split}"
     total = episodes * len(envs)
     with _Showing(total, min(videos, total), stem, as_json=as_json) as showing:
@@ -48,8 +58,9 @@ def evaluate_source(
             policy, list(envs), episodes=episodes, split=split, seed=seed, slots=slots, workers=workers,
             video_dir=output / "videos" if videos else None, videos=videos, options=options,
             on_episode=showing.show_episode, on_film=showing.show_film,
+            diagnosis=DiagnosisOptions(samples=samples) if diagnose else None,
         )  # fmt: skip
-    _keep(result, stem)
+    result.keep(stem)
     if as_json:
         print_json(result.to_dict())
         return
@@ -66,18 +77,18 @@ class _Showing:
     def __init__(self, episodes: int, films: int, stem: Path, *, as_json: bool) -> None:
         self._episodes, self._films = Counting("episode", episodes), Counting("film", films)
         self._stem, self._as_json = stem, as_json
-        self._seen: list[bool] = []
+        self._seen: list[EpisodeRow] = []
 
     def show_episode(self, row: EpisodeRow) -> None:
-        self._seen.append(row.success)
-        self._episodes.show(len(self._seen), f"{sum(self._seen)} succeeded")
+        self._seen.append(row)
+        self._episodes.show(len(self._seen), tell_so_far(self._seen))
 
     def show_film(self, result: EvaluationResult) -> None:
         if result.videos:
             self._films.show(len(result.videos))
             return
         self._episodes.close()
-        _keep(result, self._stem)  # whatever becomes of the films
+        result.keep(self._stem)  # whatever becomes of the films
         if not self._as_json:
             print_result(result)
             sys.stdout.flush()
@@ -90,31 +101,53 @@ class _Showing:
         self._episodes.close()
 
 
-def _keep(result: EvaluationResult, stem: Path) -> None:
-    result.to_json(stem.with_name(stem.name + ".json"))
-    result.to_csv(stem.with_name(stem.name + ".csv"))
-
-
 def print_result(result: EvaluationResult) -> None:
     """Print the rate of each task, and of all together if there are several."""
     rates = result.tasks if len(result.tasks) == 1 else [*result.tasks, result.total]
-    rows = [
-        (
-            rate.name,
-            f"{rate.successes}/{rate.episodes}",
-            f"{rate.success:.1%}",
-            f"{rate.interval[0]:.1%} to {rate.interval[1]:.1%}",
-            f"{rate.mean_steps:.0f}",
-            f"{rate.mean_reward:.4g}",
-        )
-        for rate in rates
-    ]
-    print_table(("env", "succeeded", "rate", "95 % interval", "steps", "reward"), rows, right=(1, 2, 4, 5))
+    if any(rate.knows_success for rate in rates):
+        heads = ("env", "succeeded", "rate", "95 % interval", "steps", "reward")
+        print_table(heads, [_success_row(rate) for rate in rates], right=(1, 2, 4, 5))
+    else:
+        short = ("env", "episodes", "reward", "95 % interval", "steps")
+        print_table(short, [_reward_row(rate) for rate in rates], right=(1, 2, 4))
+    if result.policy:
+        say(f"policy: {result.policy}")
     timing: dict[str, Any] = dict(result.timing)
     text = f"{timing['seconds']:.1f} s, {timing['env_steps_per_s']:.0f} environment steps/s"
     if "policy_ms_mean" in timing:
         text += f", policy {timing['policy_ms_mean']:.2f} ms a step (99 %: {timing['policy_ms_p99']:.2f} ms)"
     say(text)
+    print_failures(result)
+
+
+def print_failures(result: EvaluationResult) -> None:
+    """Print a line for each group of failures, if it is known why episodes failed."""
+    if result.diagnosis is None:
+        return
+    groups, several = result.diagnosis.groups, len(result.tasks) > 1
+    for group in groups[:MOST_GROUPS]:
+        say(f"{group.env}: {group}" if several else str(group))
+    if len(groups) > MOST_GROUPS:
+        say(f"and {len(groups) - MOST_GROUPS} more groups of failures, in the report")
+
+
+def _success_row(rate: Rate) -> tuple[str, ...]:
+    low, high = rate.interval
+    known = (f"{rate.successes}/{rate.episodes}", f"{rate.success:.1%}", f"{low:.1%} to {high:.1%}")
+    told = known if rate.knows_success else (f"-/{rate.episodes}", "-", "-")
+    return (rate.name, *told, f"{rate.mean_steps:.0f}", f"{rate.mean_reward:.4g}")
+
+
+def _reward_row(rate: Rate) -> tuple[str, ...]:
+    ends = "-" if rate.reward_interval is None else "{:.4g} to {:.4g}".format(*rate.reward_interval)
+    return rate.name, str(rate.episodes), f"{rate.mean_reward:.4g}", ends, f"{rate.mean_steps:.0f}"
+
+
+def tell_so_far(rows: Sequence[EpisodeRow]) -> str:
+    """Return how the episodes so far went, in a few words."""
+    if all(row.success is None for row in rows):
+        return f"mean reward {sum(row.reward for row in rows) / max(1, len(rows)):.4g}"
+    return f"{sum(bool(row.success) for row in rows)} succeeded"
 
 
 def default_output(source: str) -> Path:

@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
-from etude.cli import complete
+from etude.cli import complete, exchange, robots
 from etude.cli.data import data_app
+from etude.cli.look import add_commands
 from etude.cli.model import model_app
 from etude.cli.options import (
     AsJson,
@@ -21,7 +22,6 @@ from etude.cli.options import (
     Envs,
     Episodes,
     Images,
-    OpenPage,
     Overrides,
     Plugins,
     RunName,
@@ -33,12 +33,15 @@ from etude.cli.options import (
     output_option,
 )
 from etude.cli.overrides import TakesOverrides
+from etude.cli.panels import DEPLOY, LANGUAGE, ROBOTS, START, TRAIN, GroupedCommands
 from etude.cli.redteam import redteam_app
+from etude.cli.sweep import add_sweep
 from etude.errors import EtudeError, Interrupted, no_place
 
 # Rich costs 0.1 s to import: help and usage errors use it only where they are seen in a terminal.
 app = typer.Typer(
     name="etude",
+    cls=GroupedCommands,
     help="Write a trainer once, run it on any engine, and get the same numbers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -46,10 +49,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 new_app = typer.Typer(help="Write a working skeleton to start from.", no_args_is_help=True)
-app.add_typer(new_app, name="new")
-app.add_typer(data_app, name="data")
-app.add_typer(model_app, name="model")
-app.add_typer(redteam_app, name="redteam")
+app.add_typer(new_app, name="new", rich_help_panel=START)
+app.add_typer(data_app, name="data", rich_help_panel=ROBOTS)
+app.add_typer(model_app, name="model", rich_help_panel=LANGUAGE)
+app.add_typer(redteam_app, name="redteam", rich_help_panel=LANGUAGE)
 
 _NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 """How systems refuse a folder or a file that was named to be written."""
@@ -72,7 +75,7 @@ def root(
     """Write a trainer once, run it on any engine, and get the same numbers."""
 
 
-@app.command(cls=TakesOverrides)
+@app.command(cls=TakesOverrides, rich_help_panel=TRAIN)
 def train(
     config: Annotated[
         str | None,
@@ -98,6 +101,10 @@ def train(
     run_nexrl: Annotated[
         bool, typer.Option("-r", "--run-nexrl", help="Start training, as it always does; for commands of recipes.")
     ] = False,
+    seeds: Annotated[
+        str | None, typer.Option("--seeds", metavar="N|A,B", help="A run for each of N seeds, or for these; compared.")
+    ] = None,
+    jobs: Annotated[int, count("--jobs", "Seeds at a time, with --seeds.")] = 1,
 ) -> None:
     """Train what CONFIG describes: an experiment, or a recipe.
 
@@ -113,13 +120,24 @@ def train(
     if mode not in (None, "self-hosted", "training-service"):
         raise typer.BadParameter(f"-m is self-hosted or training-service, got {mode!r}")
     settings += [f"run.name={tag}"] if tag is not None else []
+    if seeds is not None:
+        if resume != "auto":
+            raise typer.BadParameter(
+                "with --seeds each run goes on by itself; begin from a checkpoint with run.resume=PATH"
+            )
+        from etude.cli.sweeping import train_seeds
+
+        train_seeds(path, settings, seeds, jobs, mode)
+        return
+    if jobs != 1:
+        raise typer.BadParameter("--jobs is for --seeds: one run is one job")
 
     from etude.cli.train import train_config as run_training
 
     run_training(path, settings, resume, mode)
 
 
-@app.command(cls=TakesOverrides)
+@app.command(cls=TakesOverrides, rich_help_panel=TRAIN)
 def resume(run: RunName, overrides: Overrides = None) -> None:
     """Go on with RUN in its own directory.
 
@@ -130,7 +148,7 @@ def resume(run: RunName, overrides: Overrides = None) -> None:
     resume_run(run, list(overrides or []))
 
 
-@app.command(cls=TakesOverrides)
+@app.command(cls=TakesOverrides, rich_help_panel=TRAIN)
 def check(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Validate CONFIG and print every value with where it comes from."""
     from etude.cli.check import check_config
@@ -138,30 +156,11 @@ def check(config: Config, overrides: Overrides = None, as_json: AsJson = False) 
     check_config(config, list(overrides or []), as_json=as_json)
 
 
-@app.command("runs")
-def list_runs(
-    root: Annotated[Path, typer.Argument(metavar="ROOT", help="Folder that holds the runs.")] = Path("runs"),
-    as_json: AsJson = False,
-) -> None:
-    """List the runs under ROOT."""
-    from etude.cli.runs import print_runs
-
-    print_runs(root, as_json=as_json)
+add_sweep(app)
+add_commands(app)
 
 
-@app.command()
-def report(
-    run: RunName,
-    output: Annotated[Path | None, output_option("Where to write it [RUN/report.html].", "FILE")] = None,
-    open_page: OpenPage = False,
-) -> None:
-    """Write RUN as one HTML page: curves, config, environment."""
-    from etude.cli.runs import make_report
-
-    make_report(run, output, open_page=open_page)
-
-
-@app.command("list")
+@app.command("list", rich_help_panel=START)
 def list_components(
     kind: Annotated[
         str | None, optional_argument("KIND", "presets, policies, data, algorithms, engines, ...", complete.kinds)
@@ -176,7 +175,7 @@ def list_components(
     print_components(kind, key, plugins=list(plugin or []), as_json=as_json)
 
 
-@app.command(cls=TakesOverrides)
+@app.command(cls=TakesOverrides, rich_help_panel=TRAIN)
 def verify(
     config: Config,
     overrides: Overrides = None,
@@ -188,7 +187,7 @@ def verify(
     verify_config(config, list(overrides or []), steps=steps)
 
 
-@app.command()
+@app.command(rich_help_panel=ROBOTS)
 def record(
     env: Envs,
     episodes: Episodes = 50,
@@ -217,6 +216,10 @@ def record(
     seed: Seed = 0,
     images: Images = "video",
     keep_failures: Annotated[bool, typer.Option("--keep-failures", help="Keep episodes that fail, too.")] = False,
+    rewards: Annotated[bool, typer.Option("--rewards", help="Keep what each step earned, as next.reward.")] = False,
+    workers: Annotated[
+        int | None, count("--workers", "Processes that play; one for each core if there are cameras.", least=0)
+    ] = None,
     option: EnvOptions = None,
 ) -> None:
     """Record demonstrations as a LeRobot dataset; an interrupted recording goes on.
@@ -228,11 +231,12 @@ def record(
     record_demonstrations(
         env, root, episodes=episodes, policy=policy, seed=seed,
         noise=noise, noise_share=noise_share, noise_rate=noise_rate, noise_steps=noise_steps,
-        keep_failures=keep_failures, cameras=cameras, size=size, images=images, settings=list(option or []),
+        keep_failures=keep_failures, rewards=rewards, cameras=cameras, size=size, images=images,
+        settings=list(option or []), workers=workers,
     )  # fmt: skip
 
 
-@app.command()
+@app.command(rich_help_panel=ROBOTS)
 def evaluate(
     source: Annotated[
         str,
@@ -254,6 +258,10 @@ def evaluate(
     output: Annotated[Path | None, output_option("Where results go [RUN/evaluation].")] = None,
     option: EnvOptions = None,
     plugin: Plugins = None,
+    diagnose: Annotated[
+        bool, typer.Option("--diagnose/--no-diagnose", help="Keep why episodes failed; changes no result.")
+    ] = True,
+    samples: Annotated[int, count("--samples", "Plans drawn each time, for uncertainty.", least=0)] = 0,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Measure the success of POLICY in simulation.
@@ -265,10 +273,11 @@ def evaluate(
     evaluate_source(
         source, env, episodes=episodes, split=split, seed=seed, slots=slots, workers=workers, videos=video,
         which=which, output=output, settings=list(option or []), as_json=as_json, plugins=list(plugin or []),
+        diagnose=diagnose, samples=samples,
     )  # fmt: skip
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def quickstart(
     task: Annotated[
         str, typer.Option("--task", metavar="NAME", help="One of Meta-World's 50 tasks.", autocompletion=complete.tasks)
@@ -293,14 +302,14 @@ def quickstart(
     )
 
 
-@app.command("serve")
+@app.command("serve", rich_help_panel=DEPLOY)
 def serve_training(
     folder: Annotated[
         Path, typer.Option("--folder", metavar="DIR", help="Where everything is kept; started again, it goes on.")
     ] = Path("service"),
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", metavar="MODEL", help="Offer tiny, smollm2 or a directory; repeat for more."),
+        typer.Option("--model", metavar="MODEL", help="tiny, smollm2 or a directory, or NAME=one of them; repeatable."),
     ] = None,
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; other than loopback needs --keys.")
@@ -313,14 +322,18 @@ def serve_training(
         int | None,
         typer.Option("--snapshot-steps", metavar="N", help="Steps that a restart repeats at most; 20 unless given."),
     ] = None,
+    sessions: Annotated[
+        int | None,
+        typer.Option("--sessions", metavar="N", help="Sessions of one key that may be open; 1000 unless given."),
+    ] = None,
 ) -> None:
     """Serve training and sampling of language models to the Tinker client, with base_url=http://127.0.0.1:8000."""
     from etude.cli.serve import serve_training as serve
 
-    serve(folder, model or [], host=host, port=port, keys=keys, snapshot_steps=snapshot_steps)
+    serve(folder, model or [], host=host, port=port, keys=keys, snapshot_steps=snapshot_steps, sessions=sessions)
 
 
-@app.command("serve-policy")
+@app.command("serve-policy", rich_help_panel=DEPLOY)
 def serve_policy(
     source: TrainedPolicy,
     host: Annotated[
@@ -342,27 +355,10 @@ def serve_policy(
     serve(source, host=host, port=port, key=key, which=which)
 
 
-@app.command("export")
-def export(
-    source: TrainedPolicy,
-    output: Annotated[Path, output_option("Where to write it.")],
-    kind: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            metavar="torch|onnx|pretrained|components",
-            help="torch.export, ONNX, a directory for from_pretrained, or one file of weights per component.",
-        ),
-    ] = "torch",
-    which: WhichCheckpoint = "auto",
-) -> None:
-    """Write POLICY as one graph, normalisation inside, that runs without training code.
+robots.add_commands(app)
 
-    Such as: etude export runs/act --format onnx --output exported/act
-    """
-    from etude.cli.export import export_source
 
-    export_source(source, output, kind=kind, which=which)
+exchange.add_commands(app)
 
 
 @new_app.callback()

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from etude.cli.counting import Counting
+from etude.cli.evaluate import print_failures, tell_so_far
 from etude.cli.output import say
+from etude.cli.train import how_to_go_on
 from etude.errors import ConfigError
 
 FILE = "quickstart.json"
@@ -56,7 +58,9 @@ def run_quickstart(
     say(f"report: {facts['path']}")
 
 
-def read_recipe(preset: str, dataset: str, *, seed: int = 0, steps: int | None = None) -> dict[str, Any]:
+def read_recipe(
+    preset: str, dataset: str, *, seed: int = 0, steps: int | None = None, augment: bool = False
+) -> dict[str, Any]:
     """Return how a preset trains its policy, on a dataset of one's own and without evaluation on the way.
 
     Args:
@@ -64,6 +68,7 @@ def read_recipe(preset: str, dataset: str, *, seed: int = 0, steps: int | None =
         dataset: Directory of the dataset.
         seed: Seed of the training.
         steps: Training steps, if not the preset's.
+        augment: Whether samples are changed in training as the preset says.
     """
     from etude.config.load import EXPERIMENT
     from etude.config.presets import presets
@@ -74,6 +79,8 @@ def read_recipe(preset: str, dataset: str, *, seed: int = 0, steps: int | None =
     training = {name: value for name, value in values["training"].items() if name not in left_out}
     training |= {"seed": seed} if steps is None else {"seed": seed, "training_steps": steps}
     data = {"type": "lerobot", "params": {"root": dataset}}
+    if augment:
+        data["params"]["augment"] = values["data"]["params"]["augment"]
     return {"policy": values["policy"], "data": data, "training": training}
 
 
@@ -157,7 +164,9 @@ def _train(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     loaded = load(path)
     from etude.config.build import build
 
-    result = build(loaded, run=directory).fit(resume="auto")
+    trainer = build(loaded, run=directory)
+    with how_to_go_on(trainer, "the same command"):
+        result = trainer.fit(resume="auto")
     return {
         "text": f"{result.steps} steps, loss {result.metrics['train/loss']:.4g}",
         "steps": result.steps, "loss": result.metrics["train/loss"],
@@ -166,15 +175,16 @@ def _train(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _evaluate(directory: Path, env: str, episodes: int, seed: int) -> dict[str, Any]:
     from etude.config.restore import load_policy
+    from etude.simulation.diagnosis import DiagnosisOptions
     from etude.simulation.environments.rendering import EGL_PACKAGES, OSMESA_PACKAGES, prepare_mujoco
     from etude.simulation.evaluate import evaluate_policy
     from etude.simulation.results import EpisodeRow, EvaluationResult
 
-    counting, seen = Counting("episode", episodes), list[bool]()
+    counting, seen = Counting("episode", episodes), list[EpisodeRow]()
 
     def show(row: EpisodeRow) -> None:
-        seen.append(row.success)
-        counting.show(len(seen), f"{sum(seen)} succeeded")
+        seen.append(row)
+        counting.show(len(seen), tell_so_far(seen))
 
     def show_film(result: EvaluationResult) -> None:
         counting.close()
@@ -187,13 +197,12 @@ def _evaluate(directory: Path, env: str, episodes: int, seed: int) -> dict[str, 
         result = evaluate_policy(
             load_policy(directory), env, episodes=episodes, split="test", seed=seed, video_dir=films,
             workers=min(4, os.cpu_count() or 1), options={"max_steps": MAX_STEPS}, on_episode=show,
-            on_film=show_film,
+            on_film=show_film, diagnosis=DiagnosisOptions(),
         )  # fmt: skip
     finally:
         counting.close()
-    stem = f"{env.replace('/', '-')}-test"
-    result.to_json(output / f"{stem}.json")
-    result.to_csv(output / f"{stem}.csv")
+    result.keep(output / f"{env.replace('/', '-')}-test")
+    print_failures(result)
     if films is None:
         packages = f"apt-get install {EGL_PACKAGES}, or: apt-get install {OSMESA_PACKAGES}"
         say(f"no videos: neither EGL nor OSMesa works here; on Debian run: {packages}")
@@ -201,8 +210,7 @@ def _evaluate(directory: Path, env: str, episodes: int, seed: int) -> dict[str, 
 
 
 def _report(directory: Path) -> dict[str, Any]:
-    from etude.runs.report import write_report
-    from etude.simulation.report import evaluation_sections
+    from etude.simulation.report import write_run_report
 
-    path = write_report(directory, extra_sections=evaluation_sections(directory))
+    path = write_run_report(directory)
     return {"text": f"{path.stat().st_size / 1e3:.0f} kB", "path": str(path)}

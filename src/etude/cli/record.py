@@ -24,10 +24,12 @@ def record_demonstrations(
     noise_rate: float,
     noise_steps: int,
     keep_failures: bool,
+    rewards: bool,
     cameras: str | None,
     size: int | None,
     images: str,
     settings: Sequence[str],
+    workers: int | None = None,
 ) -> None:
     """Record, or go on with a recording, and say what there is."""
     gc.enable()  # switched off for the start by `main`
@@ -40,8 +42,8 @@ def record_demonstrations(
     try:
         done = record(
             list(envs), root, episodes=episodes, policy=demonstrator, policy_name=policy, seed=seed,
-            noise=Noise(noise, noise_share, noise_rate, noise_steps), keep_failures=keep_failures, options=options,
-            images=images,
+            noise=Noise(noise, noise_share, noise_rate, noise_steps), keep_failures=keep_failures, rewards=rewards,
+            options=options, images=images, workers=workers,
             on_episode=lambda saved, attempts: counting.show(saved, f"{attempts} attempts"),
         )  # fmt: skip
     finally:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from etude.cli.output import print_json, print_table, say
 from etude.errors import EtudeError
+
+if TYPE_CHECKING:
+    from etude.runs.directory import RunSummary
 
 MOST_METRICS = 3
 
@@ -39,7 +43,7 @@ def print_runs(root: Path, *, as_json: bool) -> None:
         raise EtudeError(f"{root}: no such folder; give the folder that holds the runs")
     summaries = Run.list(root)
     if as_json:
-        print_json([vars(summary) for summary in summaries])
+        print_json([asdict(summary) for summary in summaries])
         return
     if not summaries:
         say(f"no runs under {root}")
@@ -49,7 +53,7 @@ def print_runs(root: Path, *, as_json: bool) -> None:
             summary.name,
             summary.state,
             "-" if summary.step is None else str(summary.step),
-            _main_metrics(summary.metrics),
+            _main_figures(summary),
             _moment(summary.started),
             format_duration(summary.duration_s),
         )
@@ -65,10 +69,9 @@ def make_report(run: str, output: Path | None, *, open_page: bool) -> None:
     directory = find_run(run)
     if not Run(directory).exists():
         raise EtudeError(f"{directory} is not a run: it has no status, metrics or checkpoints; see: etude runs")
-    from etude.runs.report import write_report
-    from etude.simulation.report import evaluation_sections
+    from etude.simulation.report import write_run_report
 
-    path = write_report(directory, output, extra_sections=evaluation_sections(directory))
+    path = write_run_report(directory, output)
     say(str(path))
     if open_page:
         import webbrowser
@@ -76,12 +79,15 @@ def make_report(run: str, output: Path | None, *, open_page: bool) -> None:
         webbrowser.open(path.resolve().as_uri())
 
 
-def _main_metrics(metrics: Mapping[str, float]) -> str:
+def _main_figures(summary: RunSummary) -> str:
     from etude.runs.progress import format_figure
 
-    names = [name for name in metrics if name.startswith(("eval/", "train/"))]
-    names.sort(key=lambda name: (not name.startswith("eval/"), not name.endswith("loss")))
-    return "  ".join(f"{name} {format_figure(metrics[name])}" for name in names[:MOST_METRICS]) or "-"
+    found = [
+        f"{one.total.title} {one.total.value_text()}{f' ({ends})' if (ends := one.total.interval_text()) else ''}"
+        for one in summary.evaluations[:1]
+    ]
+    found += [f"{name} {format_figure(summary.metrics[name])}" for name in summary.leading]
+    return "  ".join(found[:MOST_METRICS]) or "-"
 
 
 def _moment(started: object) -> str:

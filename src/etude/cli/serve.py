@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from etude.cli.output import say
 
 
 def serve_training(
-    folder: Path, models: list[str], *, host: str, port: int, keys: Path | None, snapshot_steps: int | None
+    folder: Path, models: list[str], *, host: str, port: int, keys: Path | None, **limits: int | None
 ) -> None:
     """Serve training and sampling of language models until a signal says stop."""
     gc.enable()  # switched off for the start by `main`
+    # Drawing and training have a thread each; numpy, which is not imported yet, takes all cores unless told.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from etude.service.server.run import run_service
 
-    run_service(folder, models, host=host, port=port, keys=keys, say=_say_now, snapshot_steps=snapshot_steps)
+    run_service(folder, models, host=host, port=port, keys=keys, say=_say_now, **limits)
 
 
 def serve_policy(source: str, *, host: str, port: int, key: str | None, which: str) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import shlex
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.cli.output import is_main_rank, say, show_log
 from etude.cli.ranks import start_ranks
 from etude.cli.runs import find_run
-from etude.errors import ConfigError, exits_refused
+from etude.errors import ConfigError, Interrupted, exits_refused
 
 if TYPE_CHECKING:
     from etude.config.schema import RunConfig
+    from etude.runs.directory import Run
     from etude.types import Result
 
 
@@ -71,10 +74,28 @@ def _fit(trainer: Any, resume: str) -> None:
     gc.enable()  # switched off for the start by `main`
     show_log()
     started = time.monotonic()
-    result = trainer.fit(resume=resume)
+    with how_to_go_on(trainer):
+        result = trainer.fit(resume=resume)
     _require_training(result)
     if is_main_rank():
         _print_result(result, time.monotonic() - started)
+
+
+@contextmanager
+def how_to_go_on(trainer: Any, command: str = "") -> Iterator[None]:
+    """Say, where a signal ends training, how far it came and which command goes on with it."""
+    try:
+        yield
+    except Interrupted as interruption:
+        run: Run | None = getattr(trainer, "run", None)
+        if run is not None and (step := run.status().get("step")) is not None:
+            command = command or f"etude resume {shlex.quote(_name_of(run.dir))}"
+            interruption.message += f"; saved at step {step}, go on with: {command}"
+        raise
+
+
+def _name_of(directory: Path) -> str:
+    return directory.name if directory.parent == Path("runs") else str(directory)
 
 
 # What may differ without a finished run becoming another one: how long, how often, how fast, and where to.
@@ -99,18 +120,35 @@ def _require_training(result: Result) -> None:
 
 
 def _print_result(result: Result, seconds: float) -> None:
-    from etude.runs.progress import format_duration, format_figure
+    from etude.runs.progress import format_duration
 
     if result.steps == result.first_step:
         say(f"run: {result.run_dir}")
         return
     reason = "" if result.stopped == "finished" else f" ({result.stopped})"
     say(f"reached step {result.steps} in {format_duration(seconds)}{reason}")
-    shown = sorted(name for name in result.metrics if name.startswith("eval/")) or ["train/loss"]
-    shown.sort(key=lambda name: not name.endswith("loss"))
-    figures = [f"{name} {format_figure(result.metrics[name])}" for name in shown if name in result.metrics]
-    if figures:
+    if figures := _figures(result):
         say("  ".join(figures))
     if result.run_dir is not None:
         say(f"run: {result.run_dir}")
         say(f"report: etude report {shlex.quote(str(result.run_dir))}")
+
+
+def _figures(result: Result) -> list[str]:
+    """Return what matters of a result, in the order of everything that shows a run; the first with its best."""
+    from etude.runs.directory import Run
+    from etude.runs.leading import find_best
+    from etude.runs.metrics import read_metrics
+    from etude.runs.progress import format_figure, shown_metrics
+
+    run = None if result.run_dir is None else Run(result.run_dir)
+    training = {} if run is None else run.read_config().get("training") or {}
+    shown = shown_metrics(result.metrics, training)
+    figures = [f"{name} {format_figure(value)}" for name, value in list(shown.items())[:3]]
+    rows = [] if run is None or not shown else read_metrics(run.metrics_path)
+    lead = next(iter(shown), "")
+    curve = [(row["step"], row[lead]) for row in rows if isinstance(row.get(lead), int | float)]
+    best = find_best(lead, [step for step, _ in curve], [value for _, value in curve], training)
+    if best is not None and best[1] != curve[-1][1]:
+        figures[0] += f" (best {format_figure(best[1])} at step {best[0]:.0f})"
+    return figures

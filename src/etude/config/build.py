@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.config.load import Loaded
-from etude.config.schema import Component
+from etude.config.schema import Component, OnlineConfig
 from etude.errors import ConfigError, EtudeError
 from etude.reading.origins import lookup
 from etude.registry import REGISTRIES, build_parameters
@@ -38,12 +38,16 @@ def build(loaded: Loaded, *, run: str | Path | Run | None = None) -> Trainer:
     # A policy that makes its weights when it is constructed must get the same ones on every rank and in every run.
     with generators_kept(fold(config.training.seed, STREAM_INIT, 1)):
         policy = maker.policy(config.policy)
-        data = maker.data(config.data, "data")
+        data: Any = None if config.data is None else maker.data(config.data, "data")
         eval_data = None if config.eval_data is None else maker.data(config.eval_data, "eval_data")
+        if config.online is not None:
+            data, eval_data = maker.online(config.online, data, eval_data)
         algorithm = None if config.algorithm is None else maker.make("algorithms", config.algorithm, "algorithm")
         if config.loss is not None:
             algorithm = maker.loss(config.loss)
         callbacks = maker.make_all("callbacks", config.callbacks)
+    if config.online is not None:
+        _ = data.env_spec  # refuses an environment that does not fit before there is a run directory
     arguments: dict[str, Any] = {
         "engine": maker.make("engines", config.engine, "engine"),
         "config": config.training,
@@ -52,11 +56,17 @@ def build(loaded: Loaded, *, run: str | Path | Run | None = None) -> Trainer:
         "callbacks": callbacks,
         "loggers": maker.make_all("loggers", config.loggers),
         "eval_data": eval_data,
-        "name": config.run.name,
+        "name": config.run.name or name_after(loaded.path),
         "run_config": _stored(loaded, policy),
     }
     trainer: Trainer = maker.call(lambda: trainer_type(policy, data, algorithm, **arguments, **extra), "trainer")
     return trainer
+
+
+def name_after(path: str) -> str:
+    """Return what a run of a file is called: as the file, or as the run whose stored configuration it is."""
+    file = Path(path)
+    return file.resolve().parent.name if file.name == "config.yaml" else file.stem
 
 
 def _stored(loaded: Loaded, policy: Any) -> dict[str, Any]:
@@ -126,6 +136,19 @@ class _Maker:
         data: Any = as_data(built["dataset"])
         data.norm_stats = built["norm_stats"]  # what the loop normalises batches by
         return data
+
+    def online(self, section: OnlineConfig, demonstrations: Any, eval_data: Any) -> tuple[Any, Any]:
+        """Join demonstrations with what is played; what they hold out is still evaluated on."""
+        from etude.data.coerce import held_out
+        from etude.data.replay import ReplayBuffer
+        from etude.rollouts.online import OnlineData, OnlineSettings
+
+        params = section.model_dump(exclude={"share", "buffer"})
+        share = 0.5 if section.share is None and demonstrations is not None else section.share
+        buffer = ReplayBuffer(**section.buffer.model_dump())
+        data = OnlineData(demonstrations, OnlineSettings(**params), share=share, buffer=buffer)
+        data.require_room(self.loaded.config.training.batch_size)
+        return data, held_out(demonstrations) if eval_data is None else eval_data
 
     def loss(self, component: Component) -> Any:
         """Ask a loss factory for its module; its parameters go to the constructor, or to `build` if that takes them."""

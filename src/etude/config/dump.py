@@ -31,8 +31,8 @@ def plain(config: ExperimentConfig, raw: dict[str, Any]) -> dict[str, Any]:
             ordered[name] = _component(given) if name in COMPONENTS else [_component(item) for item in given or []]
             if isinstance(given, Interpolation):
                 ordered[name] = given
-        else:
-            ordered[name] = overlay(tree[name], raw[name]) if name in raw else tree[name]
+        elif name in raw or name in tree:
+            ordered[name] = overlay(tree.get(name), raw[name]) if name in raw else tree[name]
     _leave_rates_to_factories(config, ordered["training"])
     return ordered
 

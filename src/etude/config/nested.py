@@ -11,7 +11,7 @@ from etude.reading.suggest import unknown
 from etude.reading.yaml12 import Path
 from etude.registry import REGISTRIES
 from etude.signatures import Signature, read_static
-from etude.signatures.nested import ComponentOf, Nested, OptionsOf, ParametersOf
+from etude.signatures.nested import ComponentOf, NamedParametersOf, Nested, OptionsOf, ParametersOf
 
 Check = Callable[[Signature, Mapping[str, Any], Any, Path, frozenset[str]], list[Problem]]
 """Compares parameters with a signature."""
@@ -37,7 +37,19 @@ def check_nested(
     if isinstance(said, ParametersOf):
         signature = read_static(said.target)
         return [] if signature is None else check(signature, value, stored, path, frozenset())
+    if isinstance(said, NamedParametersOf):
+        return _check_named(said, value, stored, path, check)
     return _check_options(said, value, stored, path, beside, check)
+
+
+def _check_named(
+    said: NamedParametersOf, value: Mapping[str, Any], stored: Any, path: Path, check: Check
+) -> list[Problem]:
+    problems: list[Problem] = []
+    for name, given in value.items():
+        kept = stored.get(name) if isinstance(stored, Mapping) else stored
+        problems += check_nested(ParametersOf(said.target), given, kept, (*path, name), value, check)
+    return problems
 
 
 def _check_component(kind: str, value: Any, stored: Any, path: Path, check: Check) -> list[Problem]:

@@ -31,7 +31,7 @@ def check_params(
             accepted[name], found = check_value(parameter.annotation, value, stored.get(name), (*path, name))
             said = find_nested(parameter.annotation)
             if said is not None and not found:
-                found = check_nested(said, value, stored.get(name), (*path, name), given, _check_inside)
+                found = check_nested(said, value, stored.get(name), (*path, name), given, check_inside)
             problems += found
         elif name in supplied:
             problems.append(Problem((*path, name), "is passed by the framework and cannot be set here"))
@@ -42,8 +42,9 @@ def check_params(
     return accepted, problems
 
 
-def _check_inside(
+def check_inside(
     signature: Signature, given: Mapping[str, Any], stored: Any, path: Path, supplied: frozenset[str]
 ) -> list[Problem]:
+    """Return what is wrong with parameters that stand inside of another."""
     inner = stored if isinstance(stored, Mapping) else dict.fromkeys(given, stored)
     return check_params(signature, given, inner, path, supplied)[1]

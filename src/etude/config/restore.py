@@ -39,7 +39,9 @@ def load_policy(source: str | Path, which: str = "auto", cls: type[PolicyModule]
         chosen = load_named(path)
         return from_tree(kind, chosen.tree, str(chosen.path))
     if (path / "checkpoints").is_dir():
-        return _restore(path, _choose(path, which), cls)
+        from etude.runs.directory import Run
+
+        return _restore(path, *Run(path).choose_checkpoint(which), cls)
     if (path / "manifest.json").is_file():
         from etude.deploy.exported import is_exported
 
@@ -53,23 +55,14 @@ def load_policy(source: str | Path, which: str = "auto", cls: type[PolicyModule]
         checkpoint = read_checkpoint(path.resolve())  # `last` and `best` are links
         if "lightning" in checkpoint.tree:
             return from_tree(kind, checkpoint.tree, str(path))
-        return _restore(checkpoint.path.parent.parent, checkpoint, cls)
+        return _restore(checkpoint.path.parent.parent, checkpoint, "", cls)
     raise CheckpointError(
         f"{path} is neither a run with checkpoints, nor a checkpoint, nor a saved policy; `etude runs` lists the runs"
     )
 
 
-def _choose(run: Path, which: str) -> Checkpoint:
-    from etude.runs.directory import Run
-
-    training = Run(run).read_config().get("training") or {}
-    store = Run(run).checkpoints(best_mode=training.get("best_mode", "min"))
-    if which == "auto":
-        which = "best" if store.best is not None else "last"
-    return store.load(int(which) if which.isdecimal() else which)
-
-
-def _restore(run: Path, checkpoint: Checkpoint, cls: type[PolicyModule] | None) -> nn.Module:
+def _restore(run: Path, checkpoint: Checkpoint, which: str, cls: type[PolicyModule] | None) -> nn.Module:
+    from etude.policies.origin import PolicyOrigin, set_origin
     from etude.runs.checkpoint import acting_weights
 
     tree = checkpoint.tree
@@ -84,6 +77,7 @@ def _restore(run: Path, checkpoint: Checkpoint, cls: type[PolicyModule] | None) 
         from etude.policies.normalize import act_in_data_units
 
         act_in_data_units(policy, NormStats.from_any(tree["norm_stats"]))
+    set_origin(policy, PolicyOrigin(run, checkpoint.step, which))
     module: nn.Module = policy.eval()
     return module
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from etude.builtins import BUILTINS
 from etude.config.components import COMPONENT_LISTS, COMPONENTS, KINDS
-from etude.config.params import check_params
+from etude.config.nested import check_nested
+from etude.config.params import check_inside, check_params
 from etude.config.schema import SCHEMA_VERSION, Component, ExperimentConfig
 from etude.config.training import OptimizerConfiguration
 from etude.errors import RegistryError
@@ -17,6 +18,7 @@ from etude.reading.yaml12 import Path
 from etude.registry import REGISTRIES, Registry, load_plugins
 from etude.signatures import Signature
 from etude.signatures.fit import is_dataset_factory, is_train_step
+from etude.signatures.nested import OptionsOf
 
 RATES = ("lr", "weight_decay")
 """What a section says beside an optimizer's parameters, and a registered factory may also take among them."""
@@ -39,6 +41,7 @@ def validate(tree: Interpolated) -> tuple[ExperimentConfig | None, list[Problem]
         problems += found
     problems += _check_optimizers(values, stored)
     problems += _check_loss(values)
+    problems += _check_online(values, stored)
     if config is None or problems:
         return None, problems
     return _with_params(config, accepted), []
@@ -105,6 +108,17 @@ def _check_loss(values: dict[str, Any]) -> list[Problem]:
     elif isinstance(trainer, dict) and key != "trainer":
         return []  # the trainer is what is wrong
     return [Problem(("loss",), "is for a trainer made from (models, optimizers, loss, device); name it as trainer")]
+
+
+def _check_online(values: dict[str, Any], stored: dict[str, Any]) -> list[Problem]:
+    """Ask for data where nothing is played, and look into the options of the environment."""
+    online = values.get("online")
+    if online is None and values.get("data") is None:
+        return [Problem(("data",), "required, and missing")]
+    if not isinstance(online, dict) or not isinstance(online.get("options"), dict):
+        return []
+    kept, path = lookup(stored, ("online", "options")), ("online", "options")
+    return check_nested(OptionsOf("env"), online["options"], kept, path, online, check_inside)
 
 
 def _check_optimizers(values: dict[str, Any], stored: dict[str, Any]) -> list[Problem]:

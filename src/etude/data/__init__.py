@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from etude.data.map import MapData
     from etude.data.mixture import Mixture, MixtureData
     from etude.data.module import LeRobotDataModule
+    from etude.data.replay import ReplayBuffer
     from etude.data.stream import StreamData
     from etude.data.windows import Windows
 
@@ -33,6 +34,7 @@ __all__ = [
     "MapData",
     "Mixture",
     "MixtureData",
+    "ReplayBuffer",
     "StreamData",
     "Windows",
     "as_data",
@@ -53,6 +55,7 @@ _HOMES = {
     "map": ("MapData",),
     "mixture": ("Mixture", "MixtureData"),
     "module": ("LeRobotDataModule",),
+    "replay": ("ReplayBuffer",),
     "stream": ("StreamData",),
     "windows": ("Windows",),
 }

@@ -1,4 +1,4 @@
-"""Change pictures in training: crop, colour and small affine motions on uint8 batches, each sample by its own key.
+"""Change samples in training, each by its own key: crops, colours and small motions of pictures, turns of numbers.
 
 Shape letters: B batch, T time, C channels, H height, W width.
 """
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from etude.data.noise import uniforms
 from etude.data.order import Keys
+from etude.data.symmetry import require_pairs
 from etude.errors import DataError
 from etude.rng import fold_array
 
@@ -25,7 +26,7 @@ _TO_YIQ = ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 
 
 
 class Augment:
-    """Random crops, colours and small motions; frames of one sample's history are changed alike.
+    """Random crops, colours and small motions, and turns of numbers; frames of one sample's history change alike.
 
     A draw is a function of the sample's key, so it depends on seed, epoch and sample, not on workers or the batch.
 
@@ -39,6 +40,8 @@ class Augment:
         translate: Most share of width and height by which it is moved, with interpolation.
         scale: Size is scaled by 1 - x to 1 + x.
         probability: Share of samples that colour and motion are applied to; the crop always is.
+        turn: Pairs of numbers by name, such as [[hand_x, hand_y], [dx, dy]], that are turned by one angle, drawn from
+            all around: for tasks that look the same from all sides. Everything that has a direction must be named.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Augment:
         translate: float = 0.0,
         scale: float = 0.0,
         probability: float = 1.0,
+        turn: list[list[str]] | None = None,
     ) -> None:
         limits = {
             "crop": (crop, math.inf), "brightness": (brightness, 1.0), "contrast": (contrast, 1.0),
@@ -65,6 +69,7 @@ class Augment:
         self.brightness, self.contrast, self.saturation, self.hue = brightness, contrast, saturation, hue
         self.degrees, self.translate, self.scale = degrees, translate, scale
         self.probability = probability
+        self.turn = None if turn is None else require_pairs(turn)
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> Augment:

@@ -24,6 +24,7 @@ def fingerprint(data: Any) -> dict[str, Any] | None:
     A dataset may bring a `fingerprint` of its own, a text or a method that returns one. Datasets are never asked for
     samples, which may take long or have effects: what they hold in memory is looked at.
     """
+    data = getattr(data, "demonstrations", data)  # what is played besides depends on the policy
     dataset = getattr(data, "dataset", None)
     if dataset is None:
         rows = getattr(data, "rows", None)

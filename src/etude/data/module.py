@@ -46,7 +46,7 @@ class LeRobotDataModule:
         episodes: Episodes to use at all; None means all.
         val_env: Environment that validation runs in, such as metaworld/pick-place.
         test_env: Environment for the final test.
-        augment: Changes pictures in training: an `Augment`, or its parameters.
+        augment: Changes samples in training: an `Augment`, or its parameters.
         mix: More datasets by directory or repo_id, with their weights: `{"runs/a": 1.0, "runs/b": 3.0}`.
         delta_timestamps: Windows in seconds by feature name.
         seed: Decides which episodes are held out.

@@ -20,6 +20,7 @@ from etude.deploy.exported import FORMAT, MANIFEST_FILE, SCHEMA_VERSION, Exporte
 from etude.errors import CheckpointError, ConfigError
 from etude.extras import import_extra
 from etude.policies.base import PolicyModule
+from etude.policies.card import write_card
 from etude.policies.pretrained import describe, weights_as_bytes
 from etude.policies.spec import spec_to_json
 from etude.runs.durable import remove, temp_name, write_atomically
@@ -82,7 +83,7 @@ def export_policy(policy: nn.Module, directory: str | Path, kind: str = "torch")
         for package in ("onnx", "onnxscript", "onnxruntime"):
             import_extra(package, "sim")
     policy.require_built()
-    policy = copy.deepcopy(policy).cpu().eval().requires_grad_(False)
+    given, policy = policy, copy.deepcopy(policy).cpu().eval().requires_grad_(False)
     for tensor in (*policy.parameters(), *policy.buffers()):
         tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)  # archives keep plain rows best
     manifest = _describe(policy, kind)
@@ -98,6 +99,7 @@ def export_policy(policy: nn.Module, directory: str | Path, kind: str = "torch")
     write_atomically(file, content)
     text = json.dumps(manifest, indent=2, allow_nan=False) + "\n"
     write_atomically(directory / MANIFEST_FILE, text.encode())
+    write_card(given, directory, 'from etude.deploy import load_exported\n\npolicy = load_exported(".")')
     return Exported(file, directory / MANIFEST_FILE, difference)
 
 
@@ -117,6 +119,7 @@ def write_components(policy: nn.Module, directory: str | Path) -> list[str]:
         contents["dataset_stats.json"] = (json.dumps(statistics.to_json(), indent=2) + "\n").encode()
     for name, content in contents.items():
         write_atomically(directory / name, content)
+    write_card(policy, directory, 'from safetensors.torch import load_file\n\nweights = load_file("NAME.safetensors")')
     return list(contents)
 
 

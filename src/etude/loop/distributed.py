@@ -6,7 +6,7 @@ import atexit
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 CPU = torch.device("cpu")
+_CHANNELS: dict[int, Any] = {}
+"""By the group of all ranks, the channel beside it."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Group:
     rank: int = 0
     world: int = 1
     device: torch.device = CPU
+    channel: dist.ProcessGroup | None = None
+    """What messages go through; None is the channel that training uses."""
 
     @classmethod
     def join(cls, device: str = "auto") -> Group:
@@ -77,19 +81,31 @@ class Group:
             for tensor in tensors:
                 dist.broadcast(tensor, 0)
 
+    def aside(self) -> Group:
+        """Return the same ranks on a channel of their own, for a thread beside training; every rank must call."""
+        key = id(dist.group.WORLD)
+        if key not in _CHANNELS:  # kept as long as the process, as the group is
+            _CHANNELS[key] = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        return replace(self, device=CPU, channel=_CHANNELS[key])
+
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON-able value of every rank, in rank order."""
         if self.world == 1:
             return [value]
-        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
+        return [json.loads(text) for text in self.gather_bytes(json.dumps(value).encode())]
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in rank order."""
+        if self.world == 1:
+            return [content]
+        own = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.zeros(0, dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([text.numel()], device=self.device))
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
-        padded[: text.numel()] = text
-        texts = [torch.zeros_like(padded) for _ in range(self.world)]
-        dist.all_gather(texts, padded)
-        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, sizes, strict=True)]
+        dist.all_gather(sizes, torch.tensor([own.numel()], device=self.device), group=self.channel)
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device=self.device)
+        padded[: own.numel()] = own.to(self.device)
+        found = [torch.zeros_like(padded) for _ in range(self.world)]
+        dist.all_gather(found, padded, group=self.channel)
+        return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(found, sizes, strict=True)]
 
     def ask_main(self, work: Callable[[], Any]) -> Any:
         """Return on every rank what a function returns, as JSON, on rank 0, where alone it is called.

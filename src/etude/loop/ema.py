@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from etude.loop.sharding import full_tensor, local_tensor, shard_like
+from etude.loop.sharding import local_tensor, shard_like
 
 
 class EMA:
@@ -42,8 +42,8 @@ class EMA:
             shadow.copy_(held)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the averaged weights in full."""
-        return {name: full_tensor(shadow) for name, shadow in self.shadow.items()}
+        """Return the averaged weights, as far as this rank holds them."""
+        return dict(self.shadow)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up saved averages."""

@@ -56,7 +56,12 @@ def odd_from_the_start(module: nn.Module) -> frozenset[str]:
 
 
 def require_finite(
-    group: Group, step: int, tree: Mapping[str, Any], excused: Collection[str], last: object = None
+    group: Group,
+    step: int,
+    tree: Mapping[str, Any],
+    excused: Collection[str],
+    last: object = None,
+    sharded: bool = False,
 ) -> None:
     """Raise on every rank if an update has broken what is to be saved; all ranks must call this together.
 
@@ -64,13 +69,15 @@ def require_finite(
     would only show one step later, and what happens to the statistics of a batch norm never.
 
     Args:
-        group: The ranks; what rank 0 holds is what is saved.
+        group: The ranks; what rank 0 holds is what is saved, and what the others hold where weights are sharded.
         step: Which step has been taken.
         tree: What is to be saved.
         excused: What `odd_from_the_start` returned.
         last: The checkpoint that stays the newest, for the message.
+        sharded: Whether every rank holds a part of its own.
     """
-    finding = group.gather(check_state(tree, excused) if group.is_main else None)[0]
+    found = group.gather(check_state(tree, excused) if group.is_main or sharded else None)
+    finding = next((one for one in found if one is not None), None)
     if finding is not None:
         kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
         raise NonFiniteError(f"step {step}: {finding} after the update. Nothing was saved; {kept}")
@@ -88,7 +95,8 @@ def check_state(tree: Mapping[str, Any], excused: Collection[str] = ()) -> str |
 
 def not_finite(tensors: Mapping[str, Any]) -> list[str]:
     """Return the names of the tensors that hold NaN or infinity."""
-    floats = {n: local_tensor(t) for n, t in tensors.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    held = {name: local_tensor(value) for name, value in tensors.items()}
+    floats = {n: t for n, t in held.items() if isinstance(t, Tensor) and t.is_floating_point()}
     # A sum reads memory once and writes none: a third of the time of isfinite. It may overflow, so it only acquits.
     sums = [tensor.detach().sum(dtype=torch.float32) for tensor in floats.values()]
     by_device: dict[torch.device, list[Tensor]] = {}

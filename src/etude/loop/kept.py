@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from etude.loop.sharding import full_tensor, shard_like
+from etude.loop.sharding import full_tensor, piece_of, shard_like
+from etude.runs.shards import Piece
 from etude.runs.tree import join_tensors, split_tensors
 
 log = logging.getLogger("etude")
@@ -85,7 +86,8 @@ class Kept:
         if value is None or isinstance(value, bool | int | float | str | np.number | np.bool_):
             return value
         if isinstance(value, Tensor):
-            return full_tensor(value.detach())
+            # A large one stays where it is: each rank saves its piece.
+            return (piece_of if value.numel() > MOST_OF_ONE_RANK else full_tensor)(value.detach())
         if isinstance(value, nn.Module):
             return {"module": self._module_state(value)}
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -110,7 +112,7 @@ class Kept:
 
     def _module_state(self, module: nn.Module) -> dict[str, Any]:
         shared = {name for name, tensor in _named_tensors(module) if id(tensor) in self._known}
-        return {name: full_tensor(value) for name, value in module.state_dict().items() if name not in shared}
+        return {name: piece_of(value) for name, value in module.state_dict().items() if name not in shared}
 
     def _restore(self, held: Any, saved: Any) -> Any:
         """Change what can be changed in place; return what must be set instead, or that there is nothing to set."""
@@ -178,7 +180,7 @@ def with_ranks(state: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> 
     small = {
         name: [str(value.dtype).removeprefix("torch."), list(value.shape), value.flatten().tolist()]
         for name, value in tensors.items()
-        if value.numel() <= MOST_OF_ONE_RANK
+        if isinstance(value, Tensor) and value.numel() <= MOST_OF_ONE_RANK
     }
     everyone = gather([skeleton, small])
     if all(one == everyone[0] for one in everyone):
@@ -256,8 +258,8 @@ def _is_saveable(value: Any) -> bool:
 def _plain_part(value: Any) -> Any:
     """Return a state without its tensors: they come from weights and data, never from a configuration."""
     if isinstance(value, Mapping):
-        return {key: _plain_part(item) for key, item in value.items() if not isinstance(item, Tensor)}
-    if isinstance(value, list | tuple) and any(isinstance(item, Tensor | Mapping) for item in value):
+        return {key: _plain_part(item) for key, item in value.items() if not isinstance(item, Tensor | Piece)}
+    if isinstance(value, list | tuple) and any(isinstance(item, Tensor | Piece | Mapping) for item in value):
         return None
     return list(value) if isinstance(value, list) else value
 

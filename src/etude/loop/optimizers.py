@@ -23,7 +23,8 @@ from etude.config.training import OptimizerConfiguration
 from etude.errors import CheckpointError, ConfigError
 from etude.loop.kept import Kept
 from etude.loop.schedule import Factor
-from etude.loop.sharding import full_tensor, local_tensor, shard_like
+from etude.loop.sharding import local_tensor, shard_like
+from etude.runs.shards import whole
 
 log = logging.getLogger("etude")
 _HOW = frozenset({"fused", "foreach", "capturable", "differentiable"})
@@ -186,13 +187,9 @@ class Optimization:
                 self.schedule.step()
 
     def state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-        """Return the state by parameter name, in full tensors, so that any number of ranks can load it."""
+        """Return the state by parameter name, as far as this rank holds it, so that any number of ranks can load it."""
         optimizer = self.optimizer
-        state = {
-            names[p]: {k: full_tensor(v) for k, v in optimizer.state[p].items()}
-            for p in self.params
-            if p in optimizer.state
-        }
+        state = {names[p]: dict(optimizer.state[p]) for p in self.params if p in optimizer.state}
         result: dict[str, Any] = {
             "state": state,
             "groups": [_hyperparameters(group) for group in optimizer.param_groups],
@@ -217,7 +214,8 @@ class Optimization:
                  for name, values in saved["state"].items()}  # fmt: skip
         groups = Optimizer.state_dict(self.optimizer)["param_groups"]
         changed: dict[str, None] = {}
-        for group, now, was, built in zip(groups, self._built, saved["groups"], saved["built"], strict=True):
+        then = zip(whole(saved["groups"]), whole(saved["built"]), strict=True)
+        for group, now, (was, built) in zip(groups, self._built, then, strict=True):
             for key, value in was.items():
                 if key not in now or now[key] == built.get(key):
                     group[key] = value
@@ -225,9 +223,9 @@ class Optimization:
                     changed[f"{key} {built[key]} -> {now[key]}"] = None
         Optimizer.load_state_dict(self.optimizer, {"state": state, "param_groups": groups})
         if "kept" in saved:
-            self._kept.load_state_dict(saved["kept"])
+            self._kept.load_state_dict(whole(saved["kept"]))
         if isinstance(self.schedule, LRScheduler):
-            self.schedule.load_state_dict(dict(saved["schedule"]))
+            self.schedule.load_state_dict(whole(saved["schedule"]))
         return list(changed)
 
     # -- modes --------------------------------------------------------------------------------------------------

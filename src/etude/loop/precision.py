@@ -52,7 +52,12 @@ class Precision:
 
     def convert(self, policy: nn.Module) -> None:
         """Move the policy to its device and, for float64, to that type."""
-        policy.to(self.device)
+        if any(tensor.is_meta for tensor in policy.parameters()):  # these get memory later, where it belongs
+            policy._apply(  # type: ignore[no-untyped-call]
+                lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)
+            )
+        else:
+            policy.to(self.device)
         if self.name == "float64":
             policy.double()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from etude.data.fingerprint import describe_change, fingerprint
+from etude.policies.pretrained import own_class
 
 if TYPE_CHECKING:
     from etude.trainer import Trainer
@@ -26,7 +27,7 @@ def describe_trainer(trainer: Trainer) -> dict[str, Any]:
     return describe(
         trainer.data,
         trainer=[type(trainer)],
-        policy=map(type, trainer.policy.modules()),
+        policy=map(own_class, trainer.policy.modules()),
         algorithm=[algorithm if inspect.isroutine(algorithm) else type(algorithm)],
     )
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,13 @@ from torch import nn
 
 from etude.errors import CheckpointError, Interrupted
 from etude.loop.distributed import Group
+from etude.loop.shared_reading import read_together
 from etude.rollouts.transcripts import Transcripts, holds_text
 from etude.runs.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from etude.runs.directory import Run, plain_config, resolve_run
 from etude.runs.durable import write_atomically
+from etude.runs.fallback import first_good
+from etude.runs.folder import entries
 from etude.runs.lock import DirectoryLock
 from etude.runs.loggers import LoggerGroup
 from etude.runs.metrics import MetricsLog, StepLog, read_rows
@@ -53,8 +57,10 @@ def unwritable(error: OSError, directory: Path | str) -> str:
 class Record:
     """Writes what a run leaves behind; with `run=False`, nothing at all."""
 
-    def __init__(self, trainer: Trainer, group: Group, resume: str | Path) -> None:
+    def __init__(self, trainer: Trainer, group: Group, resume: str | Path, sharded: bool = False) -> None:
         self.trainer, self.group, self.resume = trainer, group, resume
+        self.sharded = sharded
+        """Whether every rank saves its own part."""
         self.directory: Path | None = None
         self.store: CheckpointStore | None = None
         self.metrics: MetricsLog | None = None
@@ -74,8 +80,9 @@ class Record:
         self.directory = self._lock_directory(request)
         trainer.run = Run(self.directory)
         self.store = trainer.run.checkpoints(
-            keep_last=config.keep_last, keep_best=config.keep_best, best_mode=config.best_mode, on_warning=self._warn
-        )
+            keep_last=config.keep_last, keep_best=config.keep_best, best_mode=config.best_mode, on_warning=self._warn,
+            peers=self.group.aside() if self.sharded else None,
+        )  # fmt: skip
         return self
 
     def _lock_directory(self, request: Any) -> Path:
@@ -102,6 +109,10 @@ class Record:
         if self._lock is not None:
             self._lock.release()
 
+    @property
+    def _writes(self) -> bool:
+        return self.group.is_main or self.sharded
+
     def _warn(self, message: str) -> None:
         if self.group.is_main:
             log.warning("%s", message)
@@ -110,37 +121,50 @@ class Record:
         """Return the state to go on from, verified: the newest good one, the one named, or None to start afresh."""
         if str(resume) == "never" or (self.store is None and str(resume) == "auto"):
             return None
-        loaded: list[Checkpoint] = []
-
-        def look() -> str | None:
-            try:
-                loaded.append(self._load(resume))
-            except FileNotFoundError:
-                return None
-            return str(loaded[0].path)
-
-        path = self.group.ask_main(look)
-        if path is None:
+        found: list[str] = self.group.ask_main(lambda: self._candidates(resume))
+        if not found:
             return None
-        checkpoint = loaded[0] if loaded else read_checkpoint(Path(path))
+        checkpoint = self._read_first([Path(path) for path in found], exact=found == [str(Path(resume))])
         if self.group.is_main:
             self._tell(f"resuming from {checkpoint.path} at step {checkpoint.step}")
         return checkpoint.tree
 
-    def _load(self, resume: str | Path) -> Checkpoint:
+    def _candidates(self, resume: str | Path) -> list[str]:
+        """Return where the checkpoint may be, the one to prefer first; none if there is nothing to go on from."""
+        path = Path(resume)
         if str(resume) == "auto":
             assert self.store is not None
-            if not self.store.steps():
-                raise FileNotFoundError
-            return self.store.load("last")
-        path = Path(resume)
-        if (path / "checkpoints").is_dir():
-            return CheckpointStore(path / "checkpoints", on_warning=self._warn).load("last")
-        if not path.exists():
-            raise CheckpointError(
-                f"no checkpoint at {path}; resume takes 'auto', 'never', a checkpoint or a run directory"
-            )
-        return read_checkpoint(path)
+            return [str(found) for _, found in entries(self.store.directory)]
+        if not (path / "checkpoints").is_dir():
+            if not path.exists():
+                raise CheckpointError(
+                    f"no checkpoint at {path}; resume takes 'auto', 'never', a checkpoint or a run directory"
+                )
+            return [str(path)]
+        inside = [str(found) for _, found in entries(path / "checkpoints")]
+        if not inside:
+            raise CheckpointError(f"no checkpoint in {path / 'checkpoints'} can be loaded")
+        return inside
+
+    def _read_first(self, paths: list[Path], *, exact: bool) -> Checkpoint:
+        """Return the first that is whole: read by rank 0 and then by the others, or verified by all together.
+
+        One that was asked for by name is read, or its damage is an error.
+        """
+        loaded: list[Checkpoint] = []
+
+        def first(read: Callable[[Path], Checkpoint]) -> Checkpoint:
+            return read(paths[0]) if exact else first_good(paths, read, paths[0].parent, say=self._warn)
+
+        def look() -> str:
+            loaded.append(first(read_checkpoint))
+            return str(loaded[0].path)
+
+        if self.sharded:
+            return first(partial(read_together, self.group))
+
+        path = self.group.ask_main(look)
+        return loaded[0] if loaded else read_checkpoint(Path(path))
 
     def start(
         self, progress: Progress, parameters: tuple[int, int], changed: Sequence[str] = (), *, idle: bool = False
@@ -226,9 +250,9 @@ class Record:
                 self._written.append(redact_tree(row))
 
     def save(self, tree: Mapping[str, Any], step: int, metric: float | None) -> None:
-        """Hand a checkpoint to the background writer."""
-        if self.store is not None and self.group.is_main:
-            if not self._said_size:
+        """Hand a checkpoint to the background writer: all of it on rank 0, or on every rank its part."""
+        if self.store is not None and self._writes:
+            if not self._said_size and self.group.is_main:
                 self._say_size(tree)
             self.store.save(tree, step=step, metric=metric, name=self._name_of(step))
 
@@ -253,12 +277,12 @@ class Record:
 
     def reserve(self, tree: Mapping[str, Any]) -> None:
         """Get memory ready for saves like this one, so that the first does not wait for it."""
-        if self.store is not None and self.group.is_main:
+        if self.store is not None and self._writes:
             self.store.reserve(tree)
 
     def wait(self) -> str | None:
         """Wait until everything is on disk; return what went wrong, if anything did."""
-        if self.store is None or not self.group.is_main:
+        if self.store is None or not self._writes:
             return None
         try:
             self.store.wait()
@@ -269,9 +293,11 @@ class Record:
     def finish(self, progress: Progress, error: BaseException | None, stopped: str | None) -> None:
         """Write how the run ended."""
         run = self.trainer.run
-        if not self.group.is_main or run is None or self.store is None:
+        if run is None or self.store is None:
             return
         self.wait()
+        if not self.group.is_main:
+            return
         # A run that failed before it could be taken up stands where it stood.
         reached = {"step": progress.step} if self.metrics is not None else {}
         try:

@@ -35,6 +35,7 @@ from etude.loop.threads import choose_threads
 from etude.loop.watchdog import Pulse, Watchdog
 from etude.low_precision import require_low_precision, require_low_precision_of
 from etude.policies.normalize import act_in_data_units
+from etude.policies.origin import PolicyOrigin, set_origin
 from etude.rng import STREAM_INIT, STREAM_ROLLOUT, fold, seed_everything
 from etude.rollouts.measures import timed
 from etude.rollouts.updates import learn_from
@@ -80,7 +81,7 @@ class Session:
         watchdog = Watchdog(group.rank, group.world, self.pulse, config.hang_timeout_s)
         self.watchdog = self._exits.enter_context(watchdog)
         self._exits.enter_context(self.signals)
-        self.record = self._exits.enter_context(Record(trainer, group, resume))
+        self.record = self._exits.enter_context(Record(trainer, group, resume, self.strategy.is_sharded))
         checkpoint = self.record.find_checkpoint(resume)
         if checkpoint is None and (missing := getattr(trainer.policy, "unloaded", "")):
             raise CheckpointError(f"{missing}, and no checkpoint that would have the weights")
@@ -125,7 +126,7 @@ class Session:
                 raise ConfigError(
                     "the policy takes its shapes from the data, but the data has no spec; give the policy's shapes"
                 )
-            self.policy.build(self.data.spec)  # type: ignore[operator]
+            self.strategy.build(self.policy, self._make_policy)
         self.precision = Precision(config.precision, self.group.device)
         self.precision.convert(self.policy)
         require_low_precision_of(self.policy)
@@ -146,6 +147,10 @@ class Session:
         for part in attached:
             if hasattr(part, "attach"):
                 part.attach(trainer)
+
+    def _make_policy(self) -> None:
+        seed_everything(fold(self.config.seed, STREAM_INIT))
+        self.policy.build(self.data.spec)  # type: ignore[operator]
 
     def _use_statistics(self) -> None:
         """Normalise batches by the statistics that came with the data, unless the policy normalises by itself."""
@@ -178,8 +183,10 @@ class Session:
             for part, state_before in zip(parts, kept, strict=True):
                 part.load_state_dict(state_before)
             seed_everything(fold(self.config.seed, STREAM_INIT, self.group.rank))
-            with self.precision.forward():
-                self.strategy.settle(micros[0][0] if isinstance(micros, Updates) else micros[0])
+            # A step may have no update, as long as there is too little to learn from.
+            if first := next(iter(micros), []) if isinstance(micros, Updates) else micros:
+                with self.precision.forward():
+                    self.strategy.settle(first[0])
 
     def _build_callbacks(self) -> None:
         stopping = self.config.early_stopping
@@ -221,7 +228,7 @@ class Session:
                 yield self
         except BaseException as error:
             failure = error
-            fault = self.watchdog.diagnose() if isinstance(error, RuntimeError) and hasattr(self, "watchdog") else None
+            fault = self.watchdog.explain(error) if hasattr(self, "watchdog") else None
             if fault:
                 failure = RankError(f"{fault}; ending rank {self.group.rank}")
                 raise failure from error
@@ -312,10 +319,10 @@ class Session:
             )  # fmt: skip
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the plain value of every rank, in order; to wait for a slower rank does not count as hanging."""
+        """Return the plain value, or the bytes, of every rank, in order; waiting for one does not count as hanging."""
         phase = self.pulse.phase
         self.pulse.enter("sync")
-        found = self.group.gather(value)
+        found = self.group.gather_bytes(value) if isinstance(value, bytes) else self.group.gather(value)
         self.pulse.enter(phase)
         return found
 
@@ -358,6 +365,8 @@ class Session:
             raise ShortRunError(f"training ended at step {self.progress.step}, before the requested {self.length}")
         for optimization in self.optimizations.values():
             optimization.set_mode(training=False)
+        if self.record.directory is not None:
+            set_origin(self.policy, PolicyOrigin(self.record.directory, self.progress.step))
         self.callbacks.on_fit_end(self.trainer)
         return Result(
             self.progress.step, dict(self.metrics), self.record.directory, self.record.best, self.record.last,
@@ -419,7 +428,8 @@ class Session:
         if self._saved_at != self.progress.step:
             self.strategy.synchronise_buffers()
             tree = state.collect(self)
-            guard.require_finite(self.group, self.progress.step, tree, self._odd, self.record.last)
+            is_sharded = self.strategy.is_sharded
+            guard.require_finite(self.group, self.progress.step, tree, self._odd, self.record.last, is_sharded)
             ranked = self._ranked_at == self.progress.step
             metric = self.metrics.get(self.config.best_metric) if ranked else None
             self.record.save(tree, self.progress.step, metric)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from etude.errors import CheckpointError
 from etude.loop.optimizers import shown_weights
-from etude.loop.sharding import full_tensor
+from etude.loop.sharding import piece_of
 from etude.runs.tree import Parted
 from etude.types.duration import Progress
 from etude.types.protocols import ORDER_VERSION
@@ -21,9 +22,14 @@ log = logging.getLogger("etude")
 
 
 def collect(session: Session) -> dict[str, Any]:
-    """Return the state of a session as a tree of tensors and plain values; every rank must call."""
-    weights = session.strategy.state_dict()
-    optimizers = {n: o.state_dict(session.names) for n, o in session.optimizations.items()}
+    """Return the state of a session as a tree of tensors and plain values; every rank must call.
+
+    A rank of a sharded policy has its own pieces of the tensors in it, and no copy of anything.
+    """
+    is_sharded = session.strategy.is_sharded
+    own: Callable[[Any], Any] = piece_of if is_sharded else lambda value: value
+    weights = own(session.policy.state_dict()) if is_sharded else session.strategy.state_dict()
+    optimizers = own({n: o.state_dict(session.names) for n, o in session.optimizations.items()})
     parted = isinstance(session.policy, nn.ModuleDict)  # every component, and its optimizer, is a file of its own
     tree: dict[str, Any] = {
         "policy": Parted(weights) if parted else weights,
@@ -50,11 +56,11 @@ def collect(session: Session) -> dict[str, Any]:
     with shown_weights(session.optimizations.values()) as differ:
         if differ:  # what is evaluated and exported; training goes on from the others
             shown = [p for o in session.optimizations.values() if o.has_modes for p in o.params]
-            tree["shown"] = {session.names[p]: full_tensor(p.detach()).clone() for p in shown}
+            tree["shown"] = own({session.names[p]: p.detach().clone() for p in shown})
     if session.statistics is not None:
         tree["norm_stats"] = session.statistics.values
     if session.ema is not None:
-        tree["ema"] = session.ema.state_dict()
+        tree["ema"] = own(session.ema.state_dict())
     if session.precision.scale is not None:
         tree["session"]["loss_scale"] = session.precision.scale.state_dict()
     for name, part in _stateful(session):
@@ -98,6 +104,8 @@ def restore(session: Session, tree: dict[str, Any]) -> None:
     meters = saved.get("meters", [saved["meter"]])
     if session.group.rank < len(meters):  # a rank that is new has measured nothing yet
         session.meter.load_state_dict(meters[session.group.rank])
+        for gone in meters[session.group.rank + session.group.world :: session.group.world]:
+            session.meter.take_over(gone)
     session.progress = Progress(**saved["progress"])
     session.metrics = dict(saved["metrics"])
     session.best = saved["best"]

@@ -54,6 +54,12 @@ class Meter:
         """Go on adding where the state was made."""
         self.sums, self.weights = dict(state["sums"]), dict(state["weights"])
 
+    def take_over(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Add what another rank had added, that is no longer there."""
+        for name, total in state["sums"].items():
+            self.sums[name] = self.sums.get(name, 0.0) + total
+            self.weights[name] = self.weights.get(name, 0.0) + state["weights"][name]
+
 
 @dataclass(frozen=True, slots=True)
 class Totals:

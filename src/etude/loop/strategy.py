@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from etude.errors import CheckpointError
 from etude.loop.batchnorm import synchronise_batch_norm
 from etude.loop.distributed import Group
+from etude.loop.shard_by_shard import Waiting, build
 from etude.loop.sharding import full_tensor, shard_like
 
 LossFunction = Callable[[Any], Any]
@@ -21,8 +22,15 @@ LossFunction = Callable[[Any], Any]
 class Strategy:
     """How a policy is spread; as it stands, over one process."""
 
+    is_sharded = False
+    """Whether every rank holds a part of its own, and saves it."""
+
     def __init__(self, group: Group) -> None:
         self.group = group
+
+    def build(self, policy: nn.Module, make: Callable[[], None]) -> None:
+        """Have a policy that takes its shapes from the data build itself, by the function given."""
+        make()
 
     def spread(self, policy: nn.Module, loss: LossFunction, manual: bool = False) -> None:
         """Prepare the policy and the function from batch to loss; `manual` trainers do not use the latter."""
@@ -43,7 +51,7 @@ class Strategy:
         return {name: full_tensor(value) for name, value in self.policy.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load full weights into however much of them this rank holds."""
+        """Load full weights, in memory or on disk, into however much of them this rank holds."""
         current = self.policy.state_dict()
         missing, unexpected = sorted(set(current) - set(state)), sorted(set(state) - set(current))
         differ = [
@@ -136,18 +144,29 @@ class Replicated(Strategy):
 class Sharded(Strategy):
     """FSDP2: every rank holds a shard of each parameter."""
 
+    is_sharded = True
+    _waiting: Waiting | None = None
+
+    def build(self, policy: nn.Module, make: Callable[[], None]) -> None:
+        """Build the policy on the meta device, so that it is never whole; its weights come when it is sharded."""
+        self._waiting = build(policy, make, says=self.group.is_main)
+
     def spread(self, policy: nn.Module, loss: LossFunction, manual: bool = False) -> None:
         """Shard the policy block by block, then as a whole."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        self.group.broadcast_([tensor.data for tensor in [*policy.parameters(), *policy.buffers()]])
+        held = [tensor.data for tensor in [*policy.parameters(), *policy.buffers()]]
+        self.group.broadcast_([tensor for tensor in held if not tensor.is_meta])
         mesh = init_device_mesh(self.group.device.type, (self.group.world,))
         for module in policy.modules():
             if isinstance(module, nn.ModuleList):
                 for block in module:
                     fully_shard(block, mesh=mesh)
         fully_shard(policy, mesh=mesh)
+        if self._waiting is not None:
+            self._waiting.fill(policy, self.group.device)
+            self._waiting = None
         self.policy = policy
         self.loss = loss
 

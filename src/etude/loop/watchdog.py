@@ -1,9 +1,9 @@
 """A watch over the ranks of a group: one that dies or hangs ends the group within seconds, by name and phase.
 
-Every rank runs a small thread that publishes (heartbeat, phase, step, progress) in the group's key-value store and
-reads those of the others. A heartbeat that stops means a dead process on another host; on this one the process table
-tells, and a process that lives but is silent is busy inside C, where no thread of ours runs. Progress that stops means
-a rank that hangs, unless that rank is merely waiting for another in a collective.
+Every rank runs a small thread that publishes (heartbeat, phase, step, progress) and reads the reports of its neighbours
+on the `Board`. A heartbeat that stops means a dead process on another host; on this one the process table tells, and a
+process that lives but is silent is busy inside C, where no thread of ours runs. Progress that stops means a rank that
+hangs, unless that rank is merely waiting for another in a collective. Whether all do is added up along the tree.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import itertools
-import json
 import os
 import socket
 import sys
@@ -25,16 +24,23 @@ from typing import Any
 import torch.distributed as dist
 
 from etude.errors import EtudeError, Interrupted, RankError, ShortRunError
+from etude.loop.board import Board, Report
 from etude.runs.durable import is_this_host
 
 INTERVAL_S = 0.5
 DEAD_AFTER_S = 8.0
 """Silence after which a rank on another host counts as dead; on this host its process id tells at once."""
+LOST_PATIENCE_S = 20.0
+"""How long the rank behind a lost connection is looked for: on a busy machine its host may take seconds to tell."""
 FAREWELL_S = 10.0
 """Time for which rank 0, whose process may hold the store, waits for the others to end."""
+CONNECT_WITHIN, ANSWER_WITHIN = timedelta(seconds=60), timedelta(seconds=20)
+"""Many ranks may come to the store at once, and its host may be busy; a process that is gone shows at once."""
 STARTUP_LIMIT_S = 600.0
 """Time for the first step and for phases that are long by nature: setup, evaluate, save."""
 _RUNS = itertools.count()
+MOST_PLACES = 8
+"""Ranks that a message lists before it only counts the rest."""
 LONG_PHASES = frozenset({"setup", "evaluate", "save", "done"})
 
 
@@ -72,12 +78,14 @@ class Watchdog:
             self.world = 1  # a group made by other means than torchrun's has no store that we could reach
         if self.world > 1:
             # A client of its own: the training thread may sit inside a collective that uses the group's store.
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=5)
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=CONNECT_WITHIN
             )
+            store.set_timeout(ANSWER_WITHIN)
             # All ranks count alike: what was said in an earlier run of the same processes is not read in this one.
-            self._prefix = f"etude/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_RUNS)}"
-            self._publish()
+            prefix = f"etude/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_RUNS)}"
+            self._board = Board(store, prefix, self.rank, self.world, socket.gethostname())
+            self._board.join(self._report())
             self._thread.start()
         return self
 
@@ -92,9 +100,19 @@ class Watchdog:
             if together:
                 self.pulse.enter("done")
             with contextlib.suppress(RuntimeError):  # the store went away with rank 0: nobody is left to tell
-                self._publish()
+                self._board.publish(self._report())
+                if together:
+                    self._board.end()
+                else:
+                    self._board.put_up(_failure(self.rank, self._report()))
                 if self.rank == 0:
                     self._see_off()
+
+    def explain(self, error: BaseException) -> str | None:
+        """Return which rank died or failed, if that may be behind an error; one of a lost connection waits longer."""
+        if not isinstance(error, RuntimeError):
+            return None
+        return self.diagnose(LOST_PATIENCE_S) if "onnection" in str(error) else self.diagnose()
 
     def diagnose(self, patience_s: float = 3.0) -> str | None:
         """Return which rank died or failed, if one did, after an error that a lost peer would explain."""
@@ -103,66 +121,82 @@ class Watchdog:
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             try:
-                reports = self._read()
-                fault = self._find_dead(reports, {}, 0.0)
-                ended = [rank for rank in reports if rank != self.rank and reports[rank]["phase"] == "done"]
+                reports, told, ended = self._board.read()
+                # Of this host by itself: whoever leads it may be kept from running, or meet the same error.
+                fault = told or self._find_dead({**reports, **self._board.read_host()}, {}, 0.0)
+                if fault and not told:
+                    self._board.put_up(fault)
             except RuntimeError:
                 return "rank 0 is gone: its store does not answer"
-            if fault or ended:
-                return fault or f"rank {ended[0]} ended with an error of its own"
+            others = [rank for rank in ended if rank != self.rank]
+            if fault or others:
+                return fault or f"rank {others[0]} ended with an error of its own"
             time.sleep(0.1)
         return None
 
     def _see_off(self) -> None:
         """Wait until every other rank has ended: one that still watches would take the lost store for a lost rank."""
         deadline = time.monotonic() + FAREWELL_S
-        while time.monotonic() < deadline:
-            others = [report for rank, report in self._read().items() if rank != self.rank]
-            if not any(report["phase"] != "done" and _may_live(report) for report in others):
-                return
+        look = 0.0
+        while time.monotonic() < deadline and len({*self._board.ended(), self.rank}) < self.world:
+            if time.monotonic() > look:  # one that was killed says nothing
+                others = [report for rank, report in self._read().items() if rank != self.rank]
+                if not any(report["phase"] != "done" and _may_live(report) for report in others):
+                    return
+                look = time.monotonic() + INTERVAL_S
             time.sleep(0.01)
 
     def _watch(self) -> None:
-        seen: dict[int, tuple[Any, float]] = {}
+        seen: dict[Any, tuple[Any, float]] = {}
+        below: Report | None = None
         while not self._done.wait(INTERVAL_S):
             try:
-                self._publish()
-                reports = self._read()
+                own = self._report(below)
+                self._board.publish(own)
+                reports, told, _ = self._board.read()
+                reports[self.rank] = own
+                now = time.monotonic()
+                fault = told or self._find_dead(reports, seen, now) or self._find_hung(reports, seen, now)
+                below = self._add_up(reports, seen, now) if self._board.leads else None
+                if below is not None and not fault and self._board.parent is None:
+                    fault = self._find_mismatch(below)
+                if fault and not told and not self._done.is_set():
+                    self._board.put_up(fault)
             except RuntimeError as error:
                 if not self._done.is_set():
                     self._on_fault(f"rank 0 is gone: its store does not answer ({str(error).splitlines()[0]})")
                 return
-            now = time.monotonic()
-            fault = self._find_dead(reports, seen, now) or self._find_hung(reports, seen, now)
             if fault and not self._done.is_set():
+                with contextlib.suppress(RuntimeError):
+                    self._let_others_read()
                 self._on_fault(fault)
                 return
 
-    def _publish(self) -> None:
+    def _let_others_read(self) -> None:
+        """Acknowledge a fault; rank 0, with which the store may go, first waits a moment for the others to."""
+        self._board.end()
+        deadline = time.monotonic() + 4 * INTERVAL_S
+        # One may be dead; that a second one is silent too ends the wait by the clock.
+        while self.rank == 0 and len(self._board.ended()) < self.world - 1 and time.monotonic() < deadline:
+            time.sleep(INTERVAL_S / 10)
+
+    def _report(self, below: Report | None = None) -> Report:
         pulse = self.pulse
-        report = {
+        return {
             "phase": pulse.phase, "step": pulse.step, "marks": pulse.marks, "pid": os.getpid(),
             "host": socket.gethostname(), "beat": time.time(), "longest": pulse.longest_step_s,
-            "failed": self._failed, "started": _started(os.getpid()),
+            "failed": self._failed, "started": _started(os.getpid()), "below": below,
         }  # fmt: skip
-        self._store.set(self._key(self.rank), json.dumps(report))
 
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{rank}"
+    def _read(self) -> dict[int, Report]:
+        return self._board.read_all()
 
-    def _read(self) -> dict[int, dict[str, Any]]:
-        return {rank: self._read_one(rank) for rank in range(self.world) if self._store.check([self._key(rank)])}
-
-    def _read_one(self, rank: int) -> dict[str, Any]:
-        report: dict[str, Any] = json.loads(self._store.get(self._key(rank)))
-        return report
-
-    def _find_dead(self, reports: dict[int, dict[str, Any]], seen: dict[Any, Any], now: float) -> str | None:
+    def _find_dead(self, reports: dict[int, Report], seen: dict[Any, Any], now: float) -> str | None:
         for rank, report in reports.items():
             if rank == self.rank or report["phase"] == "done":
                 continue
             if report["failed"]:
-                return f"rank {rank} failed in phase '{report['phase']}' at step {report['step']}"
+                return _failure(rank, report)
             beat, since = seen.get(("beat", rank), (None, now))
             if beat != report["beat"]:
                 seen["beat", rank] = (report["beat"], now)
@@ -170,11 +204,11 @@ class Watchdog:
             silent = not is_this_host(report["host"]) and now - since > DEAD_AFTER_S
             gone = silent or not _may_live(report)
             # It may have said that it is done, and ended, after this report was read.
-            if gone and self._read_one(rank)["phase"] != "done":
+            if gone and self._board.read_one(rank)["phase"] != "done":
                 return f"rank {rank} died in phase '{report['phase']}' at step {report['step']}"
         return None
 
-    def _find_hung(self, reports: dict[int, dict[str, Any]], seen: dict[Any, Any], now: float) -> str | None:
+    def _find_hung(self, reports: dict[int, Report], seen: dict[Any, Any], now: float) -> str | None:
         for rank, report in reports.items():
             mark = (report["phase"], report["marks"])
             last, since = seen.get(("mark", rank), (None, now))
@@ -188,13 +222,37 @@ class Watchdog:
             waits = report["phase"] == "sync" and (beat != report["beat"] or now - heard < DEAD_AFTER_S)
             if not waits and report["phase"] != "done" and stuck_s > self._limit(report):
                 return f"rank {rank} hangs in phase '{report['phase']}' at step {report['step']} for {stuck_s:.0f} s"
-        waits = [now - seen["mark", rank][1] for rank in reports if reports[rank]["phase"] == "sync"]
-        if len(waits) == self.world and min(waits) > max(self._limit(report) for report in reports.values()):
-            places = ", ".join(f"rank {rank} at step {report['step']}" for rank, report in reports.items())
-            return f"all ranks hang in phase 'sync' for {min(waits):.0f} s ({places}): their collectives do not match"
         return None
 
-    def _limit(self, report: dict[str, Any]) -> float:
+    def _add_up(self, reports: dict[int, Report], seen: dict[Any, Any], now: float) -> Report:
+        """Return how many ranks there are on this host and below, and for how long all of them have only waited."""
+        own = {rank: reports[rank] for rank in self._board.members if rank in reports}
+        waits: list[Any] = [now - seen["mark", rank][1] if r["phase"] == "sync" else None for rank, r in own.items()]
+        found = [
+            {"ranks": len(own), "waited": None if None in waits else min(waits), "places": [
+                f"rank {rank} at step {report['step']}" for rank, report in own.items()
+            ], "limit": max(map(self._limit, own.values()))},
+            *(reports[rank]["below"] for rank in self._board.children if rank in reports and reports[rank]["below"]),
+        ]  # fmt: skip
+        waited = [one["waited"] for one in found]
+        return {
+            "ranks": sum(one["ranks"] for one in found),
+            "waited": None if None in waited else min(waited),
+            "limit": max(one["limit"] for one in found),
+            "places": [place for one in found for place in one["places"]][:MOST_PLACES],
+        }
+
+    def _find_mismatch(self, all_ranks: Report) -> str | None:
+        waited, places = all_ranks["waited"], all_ranks["places"]
+        if all_ranks["ranks"] < self.world or waited is None or waited <= all_ranks["limit"]:
+            return None
+        more = f" and {self.world - len(places)} more" if self.world > len(places) else ""
+        return (
+            f"all ranks hang in phase 'sync' for {waited:.0f} s ({', '.join(sorted(places))}{more}): their collectives "
+            "do not match"
+        )
+
+    def _limit(self, report: Report) -> float:
         if report["phase"] in LONG_PHASES or not report["longest"]:
             return max(self.limit_s or 0.0, STARTUP_LIMIT_S)
         return self.limit_s or min(600.0, max(10.0, 20 * float(report["longest"])))
@@ -205,7 +263,11 @@ class Watchdog:
         os._exit(RankError.exit_code)
 
 
-def _may_live(report: dict[str, Any]) -> bool:
+def _failure(rank: int, report: Report) -> str:
+    return f"rank {rank} failed in phase '{report['phase']}' at step {report['step']}"
+
+
+def _may_live(report: Report) -> bool:
     return not is_this_host(report["host"]) or _is_alive(report["pid"], report.get("started"))
 
 

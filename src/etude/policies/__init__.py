@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from etude.policies.flow import FlowMatching
     from etude.policies.mlp import MLP
     from etude.policies.observation import ObservationEncoder
+    from etude.policies.residual import ResidualPolicy
+    from etude.policies.soft_actor_critic import SoftActorCritic
 
 __all__ = ["ACT", "MLP", "ACTPolicy", "ActionExecutor", "ActorCritic", "ComponentPolicy", "Diffusion", "FlowMatching"]
-__all__ += ["ObservationEncoder", "PolicyModule", "masked_loss"]
+__all__ += ["ObservationEncoder", "PolicyModule", "ResidualPolicy", "SoftActorCritic", "masked_loss"]
 
 _HOMES = {
     "act": ("ACT", "ACTPolicy"),
@@ -30,5 +32,7 @@ _HOMES = {
     "flow": ("FlowMatching",),
     "mlp": ("MLP",),
     "observation": ("ObservationEncoder",),
+    "residual": ("ResidualPolicy",),
+    "soft_actor_critic": ("SoftActorCritic",),
 }
 __getattr__, __dir__ = lazily(__name__, _HOMES)

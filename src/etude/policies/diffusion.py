@@ -33,7 +33,9 @@ class Diffusion(GenerativePolicy):
         num_inference_steps: Noise levels visited to make actions; None is all of them.
         clip_sample: Keep estimates of the actions within the range of the data while denoising.
         clip_sample_range: That range, in normalised units; at least 1.
-        dropout: Dropout of a transformer or DiT head.
+        like_diffusers: Visit the noise levels and clip as the diffusers library does, and LeRobot with it; needed to
+            exchange policies with LeRobot that sample with ddim or in fewer steps than they were trained with.
+        dropout: Dropout of a transformer, DiT or MLP head.
         keywords: Fields of `GenerativeOptions`: the head, execution and images.
     """
 
@@ -51,6 +53,7 @@ class Diffusion(GenerativePolicy):
         num_inference_steps: int | None = None,
         clip_sample: bool = True,
         clip_sample_range: float = 1.0,
+        like_diffusers: bool = False,
         dropout: float = 0.01,
         **keywords: GenerativeKeywords,
     ) -> None:
@@ -60,6 +63,7 @@ class Diffusion(GenerativePolicy):
         self.num_train_timesteps, self.beta_schedule = num_train_timesteps, beta_schedule
         self.num_inference_steps = num_train_timesteps if num_inference_steps is None else num_inference_steps
         self.clip_range = clip_sample_range if clip_sample else None
+        self.like_diffusers = like_diffusers
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -85,7 +89,9 @@ class Diffusion(GenerativePolicy):
     def make_layers(self, spec: DataSpec) -> None:
         """Create the encoder of observations, the network that denoises, and the table of noise levels."""
         super().make_layers(spec)
-        table = noise_schedule.make_alpha_bars(self.beta_schedule, self.num_train_timesteps)
+        table = noise_schedule.make_alpha_bars(
+            self.beta_schedule, self.num_train_timesteps, like_diffusers=self.like_diffusers
+        )
         self.register_buffer("alpha_bars_N", table.float(), persistent=False)
         # As plain numbers for the sampler, whose steps are the same for the whole batch.
         self.alpha_bars: list[float] = table.tolist()
@@ -109,4 +115,5 @@ class Diffusion(GenerativePolicy):
         return noise_schedule.sample(
             predict, noise_BHA, self.alpha_bars, num_inference_steps=self.num_inference_steps,
             sampler=self.sampler, prediction=self.prediction_type, clip_range=self.clip_range,
+            like_diffusers=self.like_diffusers,
         )  # fmt: skip

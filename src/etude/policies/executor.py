@@ -16,6 +16,8 @@ from torch import Tensor
 from etude.errors import ConfigError
 
 Observation = Mapping[str, Tensor]
+OnPlan = Callable[[Sequence[int], dict[str, Tensor], Tensor], None]
+"""Told of new chunks: the slots, what they saw (B, ...), and the chunks (B, H, *A)."""
 
 
 @dataclass
@@ -71,6 +73,8 @@ class ActionExecutor:
         weights = torch.exp(-(temporal_ensemble_coeff or 0.0) * exponents)
         self._weights, self._norms = weights.tolist(), weights.cumsum(0).tolist()
         self._slots: dict[int, _Slot] = {}
+        self.on_plan: OnPlan | None = None
+        """Told of every chunk that `select` asks for, by whoever wants to know what was planned."""
 
     def settings(self) -> dict[str, Any]:
         """Return what to save to make such an executor again."""
@@ -114,7 +118,10 @@ class ActionExecutor:
                 batch = dict(observation)
             else:
                 batch = {name: value[due] for name, value in observation.items()}
-            for row, chunk in zip(due, predict(batch), strict=True):
+            chunks = predict(batch)
+            if self.on_plan is not None:
+                self.on_plan([slots[row] for row in due], batch, chunks)
+            for row, chunk in zip(due, chunks, strict=True):
                 self.schedule(slots[row], chunk)
         return torch.stack([self.next_action(slot) for slot in slots])
 
@@ -143,6 +150,20 @@ class ActionExecutor:
         """Tell whether a slot wants a chunk before its next action."""
         return self._slot(slot).until_next <= 0
 
+    def planned(self, slot: int) -> int:
+        """Return for how many steps a slot has actions."""
+        return len(self._slot(slot).counts)
+
+    def until_due(self, slot: int) -> int:
+        """Return after how many steps a slot wants a chunk: as configured, or when nothing is left."""
+        state = self._slot(slot)
+        return max(0, min(state.until_next, len(state.counts)))
+
+    def will_look(self, slot: int) -> bool:
+        """Tell whether what a slot sees next can become part of what a chunk is made from."""
+        past = 0 if self.observation_steps is None else -min(self.observation_steps)
+        return self._slot(slot).until_next <= past
+
     def schedule(self, slot: int, chunk: Any) -> None:
         """Take a chunk made from what the slot sees now; it takes over after the latency, or when nothing is left.
 
@@ -150,15 +171,19 @@ class ActionExecutor:
             slot: Whose actions they are.
             chunk: Actions (H, *A) from now on; tensor or array.
         """
-        planned = len(self._slot(slot).counts)
+        planned = self.planned(slot)
         self._merge(slot, torch.as_tensor(chunk), skip=min(self.latency_steps, planned))
 
     def deliver(self, slot: int, chunk: Any, elapsed_steps: int) -> None:
-        """Take a chunk made from what the slot saw `elapsed_steps` ago: its actions for the past are dropped."""
+        """Take a chunk made from what the slot saw `elapsed_steps` ago: its actions for the past are dropped.
+
+        The next one is wanted `n_action_steps` after what this one was made from.
+        """
         actions = torch.as_tensor(chunk)[elapsed_steps:]
         if not len(actions):
             raise ValueError(f"a chunk of {len(chunk)} actions came after {elapsed_steps} steps; nothing of it is left")
         self._merge(slot, actions, skip=0)
+        self._slot(slot).until_next = self.n_action_steps - elapsed_steps
 
     def next_action(self, slot: int) -> Tensor:
         """Return the action of a slot for this step, and go on to the next."""

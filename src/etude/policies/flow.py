@@ -69,7 +69,7 @@ class FlowMatching(GenerativePolicy):
         solver: euler or midpoint, which asks the network twice a step.
         num_inference_steps: Steps of the solver.
         time_sampling: Which times are trained most: uniform, beta (noisy ones) or logit_normal (those halfway).
-        n_layers: Blocks of a transformer or DiT head.
+        n_layers: Blocks of a transformer, DiT or MLP head.
         causal: Let an action of the transformer see no later one.
         keywords: Fields of `GenerativeOptions`: the head, execution and images.
     """

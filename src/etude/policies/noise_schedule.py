@@ -49,9 +49,15 @@ def make_betas(schedule: BetaSchedule, num_steps: int, start: float = 1e-4, end:
     return (1 - kept[1:] / kept[:-1]).clamp(max=_BETA_CAP)
 
 
-def make_alpha_bars(schedule: BetaSchedule, num_steps: int, start: float = 1e-4, end: float = 0.02) -> Tensor:
-    """Return the share of the clean signal's variance that is left after each step, (N,) in float64."""
-    alpha_bars_N = (1 - make_betas(schedule, num_steps, start, end)).cumprod(0)
+def make_alpha_bars(
+    schedule: BetaSchedule, num_steps: int, start: float = 1e-4, end: float = 0.02, *, like_diffusers: bool = False
+) -> Tensor:
+    """Return the share of the clean signal's variance that is left after each step, (N,) in float64.
+
+    Those of diffusers are computed in float32, which is off by 1e-5 where little is left.
+    """
+    betas_N = make_betas(schedule, num_steps, start, end)
+    alpha_bars_N = (1 - (betas_N.float() if like_diffusers else betas_N)).cumprod(0).double()
     left = float(alpha_bars_N[-1])
     if left > _MOST_SIGNAL_LEFT:
         log.warning(
@@ -101,25 +107,31 @@ def ddpm_step(noisy: Tensor, clean: Tensor, alpha_bar: float, alpha_bar_next: fl
     return mean + math.sqrt((1 - alpha_bar_next) / (1 - alpha_bar) * (1 - step_alpha)) * noise
 
 
-def ddim_step(noisy: Tensor, clean: Tensor, alpha_bar: float, alpha_bar_next: float) -> Tensor:
+def ddim_step(
+    noisy: Tensor, clean: Tensor, alpha_bar: float, alpha_bar_next: float, unclipped: Tensor | None = None
+) -> Tensor:
     """Move along the deterministic path (DDIM with eta 0) to a lower noise level.
 
     The noise is taken from the noisy and the clean signal, so that clipping the clean one keeps the three consistent.
+    Given the `unclipped` estimate of the clean signal, the noise is taken from that one, as diffusers does.
     """
-    noise = (noisy - math.sqrt(alpha_bar) * clean) / math.sqrt(1 - alpha_bar)
+    estimate = clean if unclipped is None else unclipped
+    noise = (noisy - math.sqrt(alpha_bar) * estimate) / math.sqrt(1 - alpha_bar)
     return math.sqrt(alpha_bar_next) * clean + math.sqrt(1 - alpha_bar_next) * noise
 
 
-def inference_steps(num_steps: int, num_inference_steps: int) -> list[int]:
+def inference_steps(num_steps: int, num_inference_steps: int, *, like_diffusers: bool = False) -> list[int]:
     """Return the timesteps to visit, evenly spaced and falling, the noisiest first.
 
     The first is always the last training step, since sampling starts from pure noise; steps that start lower treat
-    pure noise as if it still held signal.
+    pure noise as if it still held signal. Those of diffusers do: they are multiples of a whole number, from 0 on.
     """
     if not 1 <= num_inference_steps <= num_steps:
         raise ConfigError(
             f"num_inference_steps must be between 1 and num_train_timesteps ({num_steps}), got {num_inference_steps}"
         )
+    if like_diffusers:
+        return [i * (num_steps // num_inference_steps) for i in reversed(range(num_inference_steps))]
     return [round(num_steps * (1 - i / num_inference_steps)) - 1 for i in range(num_inference_steps)]
 
 
@@ -132,6 +144,7 @@ def sample(
     sampler: Sampler = "ddpm",
     prediction: Prediction = "epsilon",
     clip_range: float | None = None,
+    like_diffusers: bool = False,
 ) -> Tensor:
     """Turn noise (B, ...) into a clean signal by undoing the noise step by step.
 
@@ -143,19 +156,20 @@ def sample(
         sampler: ddpm draws fresh noise at each step, from the global generator; ddim draws none.
         prediction: What the network predicts.
         clip_range: Keep each estimate of the clean signal within plus and minus this much.
+        like_diffusers: Visit the steps that diffusers visits, and let ddim keep the noise as it was before clipping.
     """
-    steps = inference_steps(len(alpha_bars), num_inference_steps)
+    steps = inference_steps(len(alpha_bars), num_inference_steps, like_diffusers=like_diffusers)
     levels = [float(alpha_bars[step]) for step in steps] + [1.0]
     noisy = noise
     for i, step in enumerate(steps):
         output = denoise(noisy, torch.full((noisy.shape[0],), step, device=noisy.device))
-        clean = predicted_clean(output, noisy, levels[i], prediction)
+        clean = unclipped = predicted_clean(output, noisy, levels[i], prediction)
         if clip_range is not None:
             clean = clean.clamp(-clip_range, clip_range)
         if i == len(steps) - 1:
             return clean
         if sampler == "ddim":
-            noisy = ddim_step(noisy, clean, levels[i], levels[i + 1])
+            noisy = ddim_step(noisy, clean, levels[i], levels[i + 1], unclipped if like_diffusers else None)
         else:
             noisy = ddpm_step(noisy, clean, levels[i], levels[i + 1], torch.randn_like(noisy))
     return noisy

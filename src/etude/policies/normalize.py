@@ -11,12 +11,15 @@ from torch import Tensor, nn
 
 from etude.data.statistics import NormStats, center_and_width
 from etude.errors import ConfigError
+from etude.policies.derived import Derivation, center_and_scale
 from etude.policies.spec import condense
 from etude.reading.suggest import did_you_mean
 from etude.types import DataSpec, Feature
 
 Mode = Literal["mean_std", "min_max", "quantiles", "identity", "imagenet"]
 MODES: tuple[Mode, ...] = ("mean_std", "min_max", "quantiles", "identity", "imagenet")
+Scaling = Mode | dict[str, Any]
+"""A mode, or {scale, center}: numbers in the data's units instead of statistics."""
 BOUNDED: tuple[Mode, ...] = ("min_max", "quantiles")
 """Modes that map (almost) everything into [-1, 1]."""
 ROLE_MODES: Mapping[str, Mode] = {
@@ -41,28 +44,41 @@ class Normalizer(nn.Module):
 
     Args:
         spec: The features, with statistics.
-        modes: Mode by role ("state", "action", ...) or by feature name; the name wins.
+        modes: Mode by role ("state", "action", ...) or by feature name; the name wins. A mapping {scale, center}
+            holds the numbers themselves, in the data's units.
+        derivation: What is computed from the features before they are normalised.
     """
 
-    def __init__(self, spec: DataSpec, modes: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        spec: DataSpec,
+        modes: Mapping[str, str | Mapping[str, Any]] | None = None,
+        derivation: Derivation | None = None,
+    ) -> None:
         super().__init__()
         spec = condense(spec)
+        self.derivation = derivation
         self.modes = resolve_modes(spec, modes or {})
         """Mode of each feature, by its name."""
         self._plan: list[tuple[str, str, str, bool]] = []
         for name, mode in self.modes.items():
-            feature = spec[name]
-            if feature.role == "action":
+            if spec[name].role == "action":
                 self.action_name = name
-            key = name.replace(".", "__")
-            self._plan.append((name, key, feature.role, mode != "identity"))
-            center, width = _affine(name, feature, mode)
-            self.register_buffer(f"{key}__center", center)
-            self.register_buffer(f"{key}__width", width)
+            self._add(name, spec[name].role, *_affine(name, spec[name], mode), is_affine=mode != "identity")
+        for name, (center, width) in ({} if derivation is None else derivation.affine).items():
+            self._add(name, "state", center.float(), width.float())
+
+    def _add(self, name: str, role: str, center: Tensor, width: Tensor, *, is_affine: bool = True) -> None:
+        key = name.replace(".", "__")
+        self._plan.append((name, key, role, is_affine))
+        self.register_buffer(f"{key}__center", center)
+        self.register_buffer(f"{key}__width", width)
 
     def normalize(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch with every known feature in it normalised; uint8 images become floats first."""
+        """Return the batch with what is derived, and every known feature normalised; uint8 images become floats."""
         out = dict(batch)
+        if self.derivation is not None:
+            out.update(self.derivation(batch))
         for name, key, role, is_affine in self._plan:
             if name not in out:
                 continue
@@ -91,20 +107,23 @@ class Normalizer(nn.Module):
         return self.unnormalize(self.action_name, value) if hasattr(self, "action_name") else value
 
 
-def resolve_modes(spec: DataSpec, modes: Mapping[str, str]) -> dict[str, Mode]:
+def resolve_modes(spec: DataSpec, modes: Mapping[str, str | Mapping[str, Any]]) -> dict[str, Scaling]:
     """Return the mode of each feature that is normalised; refuse keys and modes that mean nothing."""
     for key, mode in modes.items():
-        if mode not in MODES:
-            raise ConfigError(f"normalization of {key!r} is {mode!r}; one of {', '.join(MODES)}")
+        if isinstance(mode, Mapping):
+            if "scale" not in mode or mode.keys() - {"scale", "center"}:
+                raise ConfigError(f"normalization of {key!r} is {dict(mode)}; say {{scale: NUMBER, center: NUMBER}}")
+        elif mode not in MODES:
+            raise ConfigError(f"normalization of {key!r} is {mode!r}; one of {', '.join(MODES)}, or {{scale: NUMBER}}")
         if key not in ROLE_MODES and key not in spec.features:
             known = [*ROLE_MODES, *spec.features]
             raise ConfigError(f"normalization names {key!r}, which is no role and no feature{did_you_mean(key, known)}")
-    resolved: dict[str, Mode] = {}
+    resolved: dict[str, Scaling] = {}
     for name, feature in spec.features.items():
         if feature.role not in ROLE_MODES or (feature.role == "action" and feature.classes is not None):
             continue  # An index has no scale.
         mode = modes.get(name, modes.get(feature.role, ROLE_MODES[feature.role]))
-        resolved[name] = next(known for known in MODES if known == mode)
+        resolved[name] = dict(mode) if isinstance(mode, Mapping) else next(known for known in MODES if known == mode)
         if mode == "imagenet" and (feature.role != "image" or feature.shape[0] != 3):
             raise ConfigError(
                 f"normalization 'imagenet' is for images of 3 channels, {name} has shape {feature.shape}; "
@@ -113,9 +132,12 @@ def resolve_modes(spec: DataSpec, modes: Mapping[str, str]) -> dict[str, Mode]:
     return resolved
 
 
-def _affine(name: str, feature: Feature, mode: Mode) -> tuple[Tensor, Tensor]:
+def _affine(name: str, feature: Feature, mode: Scaling) -> tuple[Tensor, Tensor]:
     """Return center and width of a feature, in float32."""
     shape = (feature.shape[0], 1, 1) if feature.role == "image" else feature.shape
+    if isinstance(mode, dict):
+        center, width = center_and_scale(f"the normalization of {name}", mode.get("center", 0.0), mode["scale"], shape)
+        return center.float(), width.float()
     if mode == "identity":
         return torch.zeros(shape), torch.ones(shape)
     if mode == "imagenet":

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from etude.policies.normalize import Mode
+from etude.policies.normalize import Scaling
 from etude.policies.observation import ImageOptions
 from etude.policies.vision import Norm
-from etude.signatures.nested import ParametersOf
+from etude.signatures.nested import NamedParametersOf, ParametersOf
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,14 @@ class SharedOptions:
     """Average overlapping chunks with weights exp(-m * i), oldest first; ACT's paper has 0.01, None does not."""
     latency_steps: int = 0
     """Control steps that computing a chunk takes."""
-    normalization: dict[str, Mode] | None = None
+    normalization: dict[str, Scaling] | None = None
     """Mode by role (state, environment, image, action) or feature name: mean_std, min_max, quantiles, identity,
-    imagenet."""
+    imagenet, or {scale, center} in the data's units."""
+    derived: Annotated[dict[str, Any] | None, NamedParametersOf("etude.policies.derived:DerivedFeature")] = None
+    """Features computed from named numbers of the data, such as {object_from_hand: {difference: [object_?, hand_?],
+    scale: 0.1}}."""
+    observed: list[str] | None = None
+    """Names of the features that the layers see, derived ones among them; None is all of them."""
     image_backbone: str = "resnet18"
     """resnet18, resnet34, resnet50, resnet10, or resnet10_small for CPUs."""
     image_weights: str | None = None
@@ -41,7 +46,7 @@ class SharedOptions:
         """What `PolicyModule` takes of them."""
         return {
             "temporal_ensemble_coeff": self.temporal_ensemble_coeff, "latency_steps": self.latency_steps,
-            "normalization": self.normalization,
+            "normalization": self.normalization, "derived": self.derived, "observed": self.observed,
         }  # fmt: skip
 
     @property

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from etude.data.statistics import NormStats
 from etude.errors import CheckpointError, ConfigError, DataError, RegistryError, one_line
+from etude.policies.card import write_card
+from etude.policies.hub import is_hub_id
 from etude.policies.normalize import act_in_data_units
 from etude.policies.spec import spec_from_json, spec_to_json
 from etude.reading.plain import map_leaves
@@ -31,7 +33,7 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
 def describe(policy: PolicyModule, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return everything but the weights of a policy as JSON values."""
-    kind = type(policy)
+    kind = own_class(policy)
     description = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
@@ -50,6 +52,11 @@ def describe(policy: PolicyModule, params: Mapping[str, Any]) -> dict[str, Any]:
     return description
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module as it was written: sharding gives every module one of torch's beside it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed"))
+
+
 def save(policy: PolicyModule, description: Mapping[str, Any], directory: Path) -> None:
     """Write a policy to a directory, each file in one step; the description, which tells the weights' hash, last."""
     content = weights_as_bytes(policy)
@@ -57,6 +64,7 @@ def save(policy: PolicyModule, description: Mapping[str, Any], directory: Path) 
     complete = {**description, "weights_sha256": hashlib.sha256(content).hexdigest()}
     write_atomically(directory / WEIGHTS_FILE, content)
     write_atomically(directory / CONFIG_FILE, (json.dumps(complete, indent=2, allow_nan=False) + "\n").encode())
+    write_card(policy, directory)
 
 
 def weights_as_bytes(module: nn.Module) -> bytes:
@@ -131,11 +139,15 @@ def _read_description(directory: Path) -> dict[str, Any]:
         description = json.loads(path.read_bytes())
     except FileNotFoundError:
         what = "there is no such directory" if not directory.is_dir() else f"it has no {CONFIG_FILE}"
-        hint = "; load_policy takes a run, or a folder of checkpoints" if directory.is_dir() else ""
+        pull = f"; `etude pull {directory}` fetches one from the Hugging Face hub" if is_hub_id(str(directory)) else ""
+        hint = "; load_policy takes a run, or a folder of checkpoints" if directory.is_dir() else pull
         raise CheckpointError(f"{directory} is not a saved policy: {what}{hint}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read the saved policy {path}: {error}") from None
     if not isinstance(description, dict) or description.get("format") != FORMAT:
+        if isinstance(description, dict) and "input_features" in description and "type" in description:
+            hint = f"read it with: etude import {directory} --output DIR"
+            raise CheckpointError(f"{path} is a policy of LeRobot's, not of Etude's; {hint}")
         raise CheckpointError(f"{path} was not written by Etude's save_pretrained; it cannot be loaded as a policy")
     version = description.get("schema_version")
     if not isinstance(version, int) or version > SCHEMA_VERSION:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from etude.errors import ConfigError, MissingExtraError, as_path
+from etude.redteam.report import score_of, write_page
 from etude.rollouts.graph import Graph, Node
 from etude.simulation.results import wilson_interval
 
@@ -93,9 +94,9 @@ class ASTEvaluator:
         turns = [turn for rollout in rollouts for turn in rollout["turns"]]
         self._score_probes(turns)
         names = [name for name in MEASURES if turns and all(name in turn for turn in turns)]
-        wins = [max(_score(turn) for turn in rollout["turns"]) >= self.threshold for rollout in rollouts]
+        wins = [max(score_of(turn) for turn in rollout["turns"]) >= self.threshold for rollout in rollouts]
         depths = sorted({turn["turn"] for turn in turns})
-        ranked = sorted(turns, key=_score, reverse=True)
+        ranked = sorted(turns, key=score_of, reverse=True)
         return {
             "rollouts": len(rollouts),
             "turns": len(turns),
@@ -122,7 +123,7 @@ class ASTEvaluator:
     def _at_depth(self, depth: int, turns: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
         here = [turn for turn in turns if turn["turn"] == depth]
         means = {name: float(np.mean([turn[name] for turn in here])) for name in names}
-        return {"turn": depth, **means, "attack_success": _rate([_score(turn) >= self.threshold for turn in here])}
+        return {"turn": depth, **means, "attack_success": _rate([score_of(turn) >= self.threshold for turn in here])}
 
     def _diversity(self, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         texts = {name: [turn[name] for turn in turns] for name in ("probe", "response")}
@@ -163,8 +164,6 @@ class ASTEvaluator:
         title: str = "Red-team report",
     ) -> Path:
         """Write a result as one page, beside that of a baseline auditor if there is one; return where it is."""
-        from etude.redteam.report import write_page
-
         return write_page(result, as_path(path, "where the page goes"), baseline=baseline, title=title)
 
 
@@ -208,10 +207,6 @@ def _turn(depth: int, node: Node) -> dict[str, Any]:
     scores = {name: float(value) for name, value in node.extra.items() if isinstance(value, int | float)}
     said = {"context": node.context, "probe": node.probe, "response": node.response}
     return {"turn": depth + 1, **said, "reward": node.reward, **scores}
-
-
-def _score(turn: Mapping[str, Any]) -> float:
-    return float(turn.get("response_score", turn["reward"]))
 
 
 def _rate(wins: Sequence[bool]) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from etude.runs.durable import write_atomically
 from etude.runs.page import format_interval, format_number, format_percent, render
+from etude.runs.transcripts import MOST_PROMPTS, Row, render_transcripts, sound_row, visible
 from etude.secrets import redact
 
 BINS = 20
@@ -33,7 +35,10 @@ def write_page(
 def render_page(result: Mapping[str, Any], baseline: Mapping[str, Any] | None, title: str) -> str:
     """Return the page as text. It loads nothing and runs nothing: what models said is shown, never interpreted."""
     both = {"auditor": result, **({"baseline": baseline} if baseline else {})}
-    hits = [turn for turn in result["examples"] if turn.get("response_score", turn["reward"]) >= result["threshold"]]
+    hits = [turn for turn in result["examples"] if score_of(turn) >= result["threshold"]]
+    failures = [_row(turn, when=f"turn {turn['turn']}") for turn in hits or result["examples"]]
+    scores = [score_of(turn) for one in both.values() for talk in one["conversations"] for turn in talk["turns"]]
+    ends = (min(scores), max(scores))
     page = render(
         "redteam/report.html",
         title=title,
@@ -46,9 +51,61 @@ def render_page(result: Mapping[str, Any], baseline: Mapping[str, Any] | None, t
             [whose.capitalize(), *(format_number(one["diversity"][of]) for of in ("probe", "response"))]
             for whose, one in both.items()
         ],
-        hits=hits,
+        has_hits=bool(hits),
+        failures=render_transcripts([("The highest scores", failures)], measure="score", ends=ends),
+        said=_said(both, ends),
     )
     return redact(page)
+
+
+def _said(both: Mapping[str, Mapping[str, Any]], ends: tuple[float, float]) -> str:
+    """Return what was said as reports of runs show it: best, worst, random, and the same prompts with each auditor."""
+    talks = {whose: _first_talks(result) for whose, result in both.items()}
+    order = [whose for whose in ("baseline", "auditor") if whose in both]  # as before training comes first
+    prompts = [
+        (visible(prompt), [_talk(talks[whose][prompt], whose) for whose in order if prompt in talks[whose]])
+        for prompt in list(talks["auditor"])[:MOST_PROMPTS]
+    ]
+    return render_transcripts(
+        [(whose.capitalize(), _chosen(result)) for whose, result in both.items()],
+        [("Prompts of the evaluation", prompts)],
+        heading="Best, worst and random",
+        measure="score",
+        note="Best and worst are so for the auditor. A conversation is marked with the highest score of its turns.",
+        ends=ends,
+    )
+
+
+def _chosen(result: Mapping[str, Any]) -> list[Row]:
+    """Return the turns of the highest and the lowest score, and one of the others."""
+    turns = [turn for talk in result["conversations"] for turn in talk["turns"]]
+    ranked = sorted(turns, key=score_of, reverse=True)
+    by_chance = random.Random(0).choice(ranked[1:-1] or ranked)
+    chosen = {"best": ranked[0], "worst": ranked[-1], "random": by_chance}
+    return [_row(turn, chosen=[name]) for name, turn in chosen.items()]
+
+
+def _first_talks(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    found: dict[str, Mapping[str, Any]] = {}
+    for talk in result["conversations"]:
+        found.setdefault(str(talk["prompt"]), talk)
+    return found
+
+
+def _row(turn: Mapping[str, Any], **fields: Any) -> Row:
+    return _shown(turn["context"], [turn], **fields)
+
+
+def _talk(talk: Mapping[str, Any], whose: str) -> Row:
+    return _shown(talk["prompt"], talk["turns"], when=whose)
+
+
+def _shown(prompt: Any, turns: Sequence[Mapping[str, Any]], **fields: Any) -> Row:
+    said = [[who, str(turn[name])] for turn in turns for who, name in (("model", "probe"), ("other", "response"))]
+    found = {"prompt": str(prompt), "text": "", "turns": said, "reward": max(map(score_of, turns)), "step": 0}
+    row = sound_row({**found, **fields})
+    assert row is not None, "scores are finite, and texts are texts"
+    return row
 
 
 def _summary(result: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> Table:
@@ -62,6 +119,11 @@ def _summary(result: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> T
         rows.append(row)
     success = [f"Attack success (score of at least {format_number(result['threshold'])})", *_rate(result)]
     return heads, [*rows, [*success, *([*_rate(baseline), ""] if baseline else [])]]
+
+
+def score_of(turn: Mapping[str, Any]) -> float:
+    """Return what a turn is judged by: the score of the response, or the reward where there is none."""
+    return float(turn.get("response_score", turn["reward"]))
 
 
 def _rate(result: Mapping[str, Any]) -> list[str]:

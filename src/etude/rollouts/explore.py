@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -19,15 +17,13 @@ from torch import Tensor, nn
 
 from etude.errors import ConfigError, NonFiniteError, RolloutError
 from etude.rng import fold_array
+from etude.rollouts.diaries import Diaries, Diary, timed_pool
 from etude.rollouts.measures import measure_rewards, timed
-from etude.rollouts.rewards import MOST_HUNG
 from etude.signatures.nested import OptionsOf
 from etude.simulation.actors import PolicyActor, Seat
-from etude.simulation.environments import make_environment
-from etude.simulation.environments.base import Array, Environment, Observation, StepOutcome
-from etude.simulation.episodes import EnvironmentPool, EpisodeRunner, Job
+from etude.simulation.environments.base import Array
+from etude.simulation.episodes import EpisodeRunner, Job
 from etude.simulation.results import EpisodeRow
-from etude.simulation.timed import TimedEnvironment
 from etude.types import DataSpec, Rollouts
 from etude.types.protocols import Place
 from etude.types.trajectory import Trajectory
@@ -82,62 +78,6 @@ class Explorer(PolicyActor):
         return None if found is None else found.tolist()
 
 
-@dataclass
-class _Diary:
-    """What happened in one episode so far."""
-
-    seen: list[dict[str, Tensor]] = field(default_factory=list)
-    """One more than there are actions: the last is what they led to."""
-    actions: list[Array] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    terminated: bool = False
-
-
-class _Collector:
-    """Keeps the diary of every episode; a witness of an `EpisodeRunner`."""
-
-    def __init__(self, explorer: Explorer, on_error: str) -> None:
-        self._explorer, self._on_error = explorer, on_error
-        self.diaries: dict[int, _Diary] = {}
-        self.failures: dict[int, str] = {}
-        self.hung = 0
-
-    def began(self, job: Job, observation: Observation) -> None:
-        """Refuse what is not finite."""
-        for name, value in observation.items():
-            if value.dtype.kind == "f" and not np.isfinite(value).all():
-                raise ValueError(f"it shows {name} that is not finite")
-
-    def saw(self, job: Job, seat: Seat, action: Array, outcome: StepOutcome) -> None:
-        """Write a step down."""
-        if not math.isfinite(outcome.reward):
-            raise ValueError(f"it gave the reward {outcome.reward}")
-        self.began(job, outcome.observation)
-        diary = self.diaries.setdefault(job.episode, _Diary())
-        if not diary.seen:
-            diary.seen.append(self._explorer.tensors(seat))
-        diary.seen.append(self._explorer.tensors(replace(seat, observation=outcome.observation)))
-        diary.actions.append(np.array(action))
-        diary.log_probs.append(self._explorer.log_probs[seat.slot])
-        diary.rewards.append(float(outcome.reward))
-        diary.terminated = outcome.terminated
-
-    def lost(self, job: Job, error: Exception) -> None:
-        """Write down that an episode failed, and why."""
-        reason = f"{type(error).__name__}: {error}"
-        if self._on_error == "stop":
-            raise RolloutError(f"episode {job.episode} of {job.env} failed: {reason}") from error
-        self.diaries.pop(job.episode, None)
-        self.failures[job.episode] = reason
-        self.hung += isinstance(error, TimeoutError)
-        if self.hung > MOST_HUNG:
-            raise RolloutError(
-                f"{job.env} took longer than its time limit in {self.hung} episodes of a step; mend it, or "
-                "give it more time with step_timeout_s"
-            ) from error
-
-
 class EnvironmentRollouts:
     """Episodes in a simulator, drawn by the policy: where the batches of a controller come from.
 
@@ -171,13 +111,13 @@ class EnvironmentRollouts:
             raise ConfigError(f"on_error must be drop or stop, got {on_error!r}")
         self.env, self.episodes_per_step, self.group_size = env, episodes_per_step, group_size
         self.slots, self.on_error = slots, on_error
-        make = make_environment if step_timeout_s is None else partial(_make_timed, step_timeout_s)
-        self._pool = EnvironmentPool({env: options or {}}, make)
+        self._pool = timed_pool(env, options, step_timeout_s)
         self._spec: DataSpec | None = None
         self.metrics: dict[str, tuple[float, float]] = {}
         self.timings: dict[str, float] = {}
         self.trajectories: list[Trajectory] = []
         """The episodes of the last step that did not fail."""
+        self._knows_success = False
         self.failures: dict[int, str] = {}
         """Why the others failed, by episode."""
         self.env_steps = 0
@@ -206,6 +146,7 @@ class EnvironmentRollouts:
             raise ConfigError(f"{type(trainer.policy).__name__} has no reference to be held to; leave out kl_coef")
         self._trainer, self._gather = trainer, trainer.session.gather
         self._explorer = Explorer(trainer.policy, self.slots)
+        self._keeps_last = bool(getattr(algorithm, "wants_transitions", False))
         (self._action_name,) = self.spec.with_role("action")
 
     def open(self, place: Place) -> None:
@@ -257,29 +198,30 @@ class EnvironmentRollouts:
 
     def _play(self, episodes: Sequence[int]) -> None:
         explorer, pulse = self._explorer, self._trainer.session.pulse
-        collector = _Collector(explorer, self.on_error)
+        diaries = Diaries(explorer.tensors, lambda seat: explorer.log_probs[seat.slot], self.on_error)
         runner = EpisodeRunner(
-            explorer, self._pool, split=SPLIT, seed=self.place.seed, slots=self.slots, witness=collector,
+            explorer, self._pool, split=SPLIT, seed=self.place.seed, slots=self.slots, witness=diaries,
             heartbeat=lambda: pulse.enter("data"),
         )  # fmt: skip
         jobs = [Job(self.env, episode, start=episode // self.group_size) for episode in episodes]
         rows = {row.episode: row for row in runner.run(jobs)}
+        self._knows_success = any(row.success is not None for row in rows.values())
         self.env_steps += runner.stopwatch.env_steps
-        self.failures = collector.failures
+        self.failures = diaries.failures
         with explorer.session():
-            self.trajectories = [
-                self._trajectory(rows[episode], collector.diaries[episode]) for episode in sorted(rows)
-            ]
+            self.trajectories = [self._trajectory(rows[episode], diaries.diaries[episode]) for episode in sorted(rows)]
 
-    def _trajectory(self, row: EpisodeRow, diary: _Diary) -> Trajectory:
+    def _trajectory(self, row: EpisodeRow, diary: Diary) -> Trajectory:
         seen = {name: torch.stack([one[name] for one in diary.seen]) for name in diary.seen[0]}
         fields: dict[str, Any] = {name: rows[:-1] for name, rows in seen.items()}
         fields[self._action_name] = torch.from_numpy(np.stack(diary.actions))
         fields |= {
-            "logprobs": diary.log_probs, "token_level_scores": diary.rewards, "terminated": diary.terminated,
-            "truncated": not diary.terminated, "success": row.success, "task": row.task, "seed": row.seed,
+            "logprobs": diary.notes, "token_level_scores": diary.rewards, "terminated": diary.terminated,
+            "truncated": not diary.terminated, "success": bool(row.success), "task": row.task, "seed": row.seed,
             "group_id": row.episode // self.group_size, "run_id": row.episode % self.group_size,
         }  # fmt: skip
+        if self._keeps_last:  # what the last action led to, where it is bootstrapped from
+            fields["last"] = {name: rows[-1] for name, rows in seen.items()}
         values = self._explorer.values(seen)
         if values is not None:
             fields["values"] = values[:-1]
@@ -294,7 +236,7 @@ class EnvironmentRollouts:
         seen = self._explorer.tensors(Seat(0, env, shown, 0))
         self._pool.give(self.env, env)
         action = features[self._action_name]
-        diary = _Diary([seen, seen], [np.zeros(action.shape, action.dtype)], [0.0], [0.0])
+        diary = Diary([seen, seen], [np.zeros(action.shape, action.dtype)], [0.0], [0.0])
         with self._explorer.session():
             return self._trajectory(EpisodeRow(self.env, env.task, 0, 0, False, 1, 0.0), diary)
 
@@ -306,10 +248,7 @@ class EnvironmentRollouts:
         if good:
             self.metrics |= {
                 "rollout/steps": (float(np.mean([len(one.loss_mask) for one in good])), count),
-                "rollout/success": (float(np.mean([one.success for one in good])), count),
                 "rollout/truncated": (float(np.mean([one.truncated for one in good])), count),
             }
-
-
-def _make_timed(timeout_s: float, name: str, **options: Any) -> Environment:
-    return TimedEnvironment(make_environment(name, **options), timeout_s)
+            if self._knows_success:
+                self.metrics["rollout/success"] = (float(np.mean([one.success for one in good])), count)

@@ -169,6 +169,11 @@ class TextRollouts(Drawing):
         if self._ahead is not None:
             self._ahead.attach(trainer)
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether rollouts are drawn with weights that are one version old."""
+        return self._ahead is not None
+
     def open(self, place: Place) -> None:
         """Get ready to draw one rank's share."""
         if self.prompts_per_step % place.world:

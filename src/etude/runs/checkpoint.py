@@ -11,9 +11,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from etude.errors import CheckpointError
 from etude.runs import durable
 from etude.runs.fallback import first_good, put_aside
-from etude.runs.folder import STATE_NAME, Staged, entries, fill, free_stem, publish, stage
+from etude.runs.folder import STATE_NAME, Staged, entries, fill, lay_out, publish, stage
 from etude.runs.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -33,12 +34,22 @@ from etude.runs.manifest import (
     verify,
     verify_files,
 )
+from etude.runs.shards import join, stored_tensors, whole
 from etude.runs.tensor_file import StagedFile, read_tensors
-from etude.runs.tree import join_tensors, split_files, split_tensors
+from etude.runs.together import Peers, write_together
+from etude.runs.tree import join_tensors, split_tensors
 
-__all__ = ["MIGRATIONS", "SCHEMA_VERSION", "Checkpoint", "CheckpointStore", "acting_weights", "read_checkpoint"]
+__all__ = [
+    "MIGRATIONS",
+    "SCHEMA_VERSION",
+    "Checkpoint",
+    "CheckpointStore",
+    "acting_weights",
+    "open_checkpoint",
+    "read_checkpoint",
+]
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lambda tree: tree}
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lambda tree: tree, 2: lambda tree: tree}
 """By the schema version they start from: functions that bring a loaded tree one version up."""
 
 
@@ -54,7 +65,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """Saves and loads the checkpoints of one run; one process writes, any number may read."""
+    """Saves and loads the checkpoints of one run; one process writes, or all `peers` together, any number may read."""
 
     def __init__(
         self,
@@ -64,13 +75,19 @@ class CheckpointStore:
         keep_best: int = 1,
         best_mode: Literal["min", "max"] = "min",
         on_warning: Callable[[str], None] | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """Open a store; `on_warning` may be called from the writing thread; with `keep_last` None all are kept."""
+        """Open a store; `on_warning` may be called from the writing thread; with `keep_last` None all are kept.
+
+        With `peers`, every one of them saves: its own pieces of sharded tensors, and rank 0 the rest.
+        """
         if (keep_last is not None and keep_last < 1) or keep_best < 0:
             raise ValueError(f"keep_last must be at least 1 and keep_best at least 0, got {keep_last} and {keep_best}")
         self.directory = Path(directory)
         self._keep_last, self._keep_best, self._best_mode = keep_last, keep_best, best_mode
         self._warn = on_warning or logging.getLogger(__name__).warning
+        self._peers = peers
+        self._place = (0, 1) if peers is None else (peers.rank, peers.world)
         self._staged: dict[str, StagedFile] = {}
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[Any] | None = None
@@ -114,10 +131,7 @@ class CheckpointStore:
         The first touch of new memory costs several copies.
         """
         self._wait_for_writer()
-        self._staged = {}
-        for key, value in tree.items():
-            for stem, (_, tensors) in split_files(key, value)[1].items():
-                self._staged[free_stem(stem, self._staged)] = StagedFile(tensors)
+        self._staged = lay_out(tree, {}, *self._place)[0].files
         self._pending = self._background().submit(_touch_all, list(self._staged.values()))
 
     def wait(self) -> None:
@@ -173,7 +187,7 @@ class CheckpointStore:
         facts, stray = split_tensors(dict(info))
         if stray:
             raise CheckpointError(f"info holds the tensor {next(iter(stray))!r}; tensors belong into the tree")
-        staged = stage(tree, self._staged)
+        staged = stage(tree, self._staged, *self._place)
         self._staged = staged.files
         return staged, facts
 
@@ -197,12 +211,10 @@ class CheckpointStore:
 
     def _write(self, staged: Staged, step: int, metric: float | None, facts: Any, name: str | None) -> None:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            durable.remove_leftovers(self.directory)
-            with durable.in_use(self.directory / durable.temp_name(f"{step:08d}")) as temp:
-                temp.mkdir()
-                fill(temp, staged, step, metric, facts)
-                publish(temp, self._path(step))
+            if self._peers is not None:
+                write_together(self._peers, staged, self._path(step), step, metric, facts)
+            else:
+                self._write_alone(staged, step, metric, facts)
         except (OSError, CheckpointError) as error:
             good = self.last
             self._error = CheckpointError(
@@ -211,6 +223,8 @@ class CheckpointStore:
             )
             self._warn(str(self._error))
             return
+        if self._place[0] != 0:
+            return
         try:
             self._link()
             if name is not None:
@@ -218,6 +232,14 @@ class CheckpointStore:
             self._prune(step)
         except OSError as error:
             self._warn(f"old checkpoints in {self.directory} could not be tidied: {_describe(error)}")
+
+    def _write_alone(self, staged: Staged, step: int, metric: float | None, facts: Any) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        durable.remove_leftovers(self.directory)
+        with durable.in_use(self.directory / durable.temp_name(f"{step:08d}")) as temp:
+            temp.mkdir()
+            fill(temp, staged, step, metric, facts)
+            publish(temp, self._path(step))
 
     def _link(self) -> None:
         for name, path in (("last", self.last), ("best", self.best)):
@@ -288,33 +310,60 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     """Verify and load one checkpoint directory; only the .safetensors and .json files its manifest lists are read."""
     directory = Path(directory)
     manifest = read_manifest(directory)
-    name = MANIFEST_NAME
-    try:
-        contents: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
+    with _complaints(directory) as at:
         for name, listed in manifest.files.items():
+            at.append(name)
             with open_listed(directory, name, listed) as (file, digest):
                 contents[name] = read_tensors(file, digest) if name.endswith(".safetensors") else file.readall()
                 if isinstance(contents[name], bytes):
                     digest.update(contents[name])
         verify_files(directory, manifest.others)
-        name = STATE_NAME
-        if name not in contents:
-            raise ValueError("is not listed in the manifest")
-        state = json.loads(contents[name])
-        tree = {}
-        for key, skeleton in state["tree"].items():
-            tensors: dict[str, Tensor] = {}
-            for stem, prefix in {key: "", **state.get("parts", {}).get(key, {})}.items():
-                name = f"{stem}.safetensors"
-                tensors |= {f"{prefix}{inner}": tensor for inner, tensor in contents.get(name, {}).items()}
-            tree[key] = join_tensors(skeleton, tensors)
-        name = MANIFEST_NAME
-        info = join_tensors(manifest.info, {})
+        found = _assemble(directory, manifest, contents, at)
+    return replace(found, tree=_migrate(found.tree, manifest, directory))
+
+
+def open_checkpoint(directory: Path, on_disk: Container[str]) -> Checkpoint:
+    """Load a checkpoint whose files have been verified; tensors of the keys `on_disk` stay there until needed."""
+    manifest = read_manifest(directory)
+    contents: dict[str, Any] = {}
+    with _complaints(directory) as at:
+        for name in manifest.files:
+            at.append(name)
+            path = directory / name
+            contents[name] = stored_tensors(path) if name.endswith(".safetensors") else path.read_bytes()
+        found = _assemble(directory, manifest, contents, at)
+        tree = {key: value if key in on_disk else whole(value) for key, value in found.tree.items()}
+    return replace(found, tree=_migrate(tree, manifest, directory))
+
+
+@contextmanager
+def _complaints(directory: Path) -> Iterator[list[str]]:
+    """Turn whatever is wrong with a file into a complaint about damage; the last name in the list is that file's."""
+    at = [MANIFEST_NAME]
+    try:
+        yield at
     except DamagedCheckpointError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError, CheckpointError) as error:
-        raise DamagedCheckpointError(directory, name, f"cannot be read: {error}") from None
-    return Checkpoint(manifest.step, _migrate(tree, manifest, directory), directory, manifest.metric, info)
+        raise DamagedCheckpointError(directory, at[-1], f"cannot be read: {error}") from None
+
+
+def _assemble(directory: Path, manifest: Manifest, contents: dict[str, Any], at: list[str]) -> Checkpoint:
+    at.append(STATE_NAME)
+    if STATE_NAME not in contents:
+        raise ValueError("is not listed in the manifest")
+    state = json.loads(contents[STATE_NAME])
+    tree = {}
+    for key, skeleton in state["tree"].items():
+        tensors: dict[str, Any] = {}
+        for stem, prefix in {key: "", **state.get("parts", {}).get(key, {})}.items():
+            at.append(f"{stem}.safetensors")
+            held = {**contents.get(at[-1], {}), **join(stem, state.get("shards", {}).get(stem), contents)}
+            tensors |= {f"{prefix}{inner}": tensor for inner, tensor in held.items()}
+        tree[key] = join_tensors(skeleton, tensors)
+    at.append(MANIFEST_NAME)
+    return Checkpoint(manifest.step, tree, directory, manifest.metric, join_tensors(manifest.info, {}))
 
 
 def _touch_all(files: list[StagedFile]) -> None:

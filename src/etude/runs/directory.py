@@ -18,15 +18,19 @@ from etude.errors import ConfigError, no_place
 from etude.reading import yaml12
 from etude.reading.plain import map_leaves
 from etude.runs.durable import is_this_host, process_alive, write_atomically
+from etude.runs.evaluations import Evaluation, read_evaluations
+from etude.runs.leading import is_quiet, lead
 from etude.runs.metrics import MetricsLog, last_metrics
 from etude.secrets import holds_secret, redact_tree
 
 if TYPE_CHECKING:
-    from etude.runs.checkpoint import CheckpointStore
+    from etude.runs.checkpoint import Checkpoint, CheckpointStore
 
 State = Literal["running", "finished", "interrupted", "failed"]
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
+# Config files are parsed in milliseconds, and a list may have hundreds of them.
+_BEST_METRIC = re.compile(r"^  best_metric: ['\"]?([^'\"\s]+)", re.MULTILINE)
 
 
 class Run:
@@ -37,8 +41,8 @@ class Run:
 
     @classmethod
     def create(cls, root: Path | str = "runs", name: str | None = None) -> Run:
-        """Make a new directory `root/<timestamp>-<name>` that nobody else has."""
-        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{_NAME.sub('-', name or 'run').strip('-.') or 'run'}"
+        """Make a new directory that nobody else has: `root/NAME`, `root/NAME-2`, ...; without a name, by the time."""
+        stem = _NAME.sub("-", name or "").strip("-.")[:100] or f"{datetime.now():%Y%m%d-%H%M%S}-run"
         count = 1
         while True:
             directory = Path(root) / (stem if count == 1 else f"{stem}-{count}")
@@ -88,6 +92,18 @@ class Run:
 
         return CheckpointStore(self.checkpoints_dir, **options)
 
+    def choose_checkpoint(self, which: str = "auto") -> tuple[Checkpoint, str]:
+        """Load a checkpoint, and tell by which name, if not by its step.
+
+        Args:
+            which: best, last, a step, or auto for the best if there is one and the last if not.
+        """
+        training = self.read_config().get("training") or {}
+        store = self.checkpoints(best_mode=training.get("best_mode", "min"))
+        if which == "auto":
+            which = "best" if store.best is not None else "last"
+        return store.load(int(which) if which.isdecimal() else which), "" if which.isdecimal() else which
+
     def metrics(self, **options: Any) -> MetricsLog:
         """Open metrics.jsonl for appending."""
         return MetricsLog(self.metrics_path, **options)
@@ -118,6 +134,14 @@ class Run:
         except yaml12.ReadError as error:
             raise ConfigError(f"{self.config_path} is not YAML: {error}") from None
         return content if isinstance(content, dict) else {}
+
+    def best_metric(self) -> str | None:
+        """Return the metric that ranks checkpoints, if the configuration chooses one; cheap, and never an error."""
+        try:
+            found = _BEST_METRIC.search(self.config_path.read_text(encoding="utf-8", errors="replace"))
+        except OSError:
+            return None
+        return found[1] if found else None
 
     def write_environment(self) -> None:
         """Store versions, machine, git state and command line as environment.json."""
@@ -195,6 +219,10 @@ class RunSummary:
     """Seconds since 1970."""
     duration_s: float = 0.0
     """Wall-clock seconds over all sessions."""
+    leading: list[str] = field(default_factory=list)
+    """The metrics that matter, in order."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    """What `etude evaluate` found."""
 
 
 def list_runs(root: Path | str = "runs") -> list[RunSummary]:
@@ -275,7 +303,10 @@ def _summarize(run: Run) -> RunSummary:
     duration_s = float(status.get("duration_s", 0.0))
     if state == "running":
         duration_s += max(0.0, time.time() - float(status.get("updated", time.time())))
-    return RunSummary(run.name, run.dir, state, step, numbers, status.get("started"), duration_s)
+    leading = [name for name in lead(numbers, run.best_metric()) if not is_quiet(name)]
+    return RunSummary(
+        run.name, run.dir, state, step, numbers, status.get("started"), duration_s, leading, read_evaluations(run.dir)
+    )
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:

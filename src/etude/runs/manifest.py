@@ -16,8 +16,9 @@ from typing import Any
 from etude.errors import CheckpointError
 from etude.runs.durable import FileRecord, Hash, feed, hash_file, open_regular
 
-SCHEMA_VERSION = 2
-"""1 listed SHA-256 hashes; 2 lists hashes of any known kind."""
+WHOLE_VERSION, SHARDED_VERSION = 2, 3
+SCHEMA_VERSION = SHARDED_VERSION
+"""1 listed SHA-256 hashes; 2 lists hashes of any known kind; 3 has tensors in the files of several ranks."""
 MANIFEST_NAME = "manifest.json"
 STEP_NAME = re.compile(r"^(step-(?=\d{8})|checkpoint-)(\d+)(?:-r(\d+))?$")
 """Names of checkpoint directories, ours and those of transformers; a revision (-r1) exists while, or when a crash came
@@ -47,7 +48,7 @@ class Manifest:
     files: dict[str, FileRecord]
     others: dict[str, FileRecord] = field(default_factory=dict)
     """Files that must be whole too, though Etude never reads them: a vocabulary, an adapter in a folder of its own."""
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = WHOLE_VERSION
 
     def dump(self) -> bytes:
         """Return the one byte string that stands for this manifest."""

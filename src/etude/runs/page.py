@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 PACKAGE = Path(__file__).parents[1]
+T = TypeVar("T")
 
 
 def render(template: str, **values: Any) -> str:
@@ -31,12 +32,22 @@ def _environment() -> Environment:
         loader=FileSystemLoader(PACKAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    script = (PACKAGE / "runs/page.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    style = (PACKAGE / "runs/page.css").read_text(encoding="utf-8")
-    made.globals.update(style=style, script=script, script_digest=digest, now=now)
+    made.globals.update(**scripts("runs/page.js"), style=styles("runs/page.css"))
+    made.globals.update(now=now, interval_text=format_interval)
     made.filters.update(number=format_number, percent=format_percent, anchor=make_anchor)
     return made
+
+
+@cache
+def scripts(*files: str) -> dict[str, str]:
+    """Return the script of a page from files of the package, and the hash that lets it run, and no other."""
+    script = styles(*files)
+    return {"script": script, "script_digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}
+
+
+def styles(*files: str) -> str:
+    """Return the style of a page from files of the package."""
+    return "".join((PACKAGE / name).read_text(encoding="utf-8") for name in files)
 
 
 def now() -> str:
@@ -63,6 +74,13 @@ def format_percent(share: float) -> str:
 def format_interval(ends: Sequence[float], form: Callable[[float], str] = format_number) -> str:
     """Write both ends of an interval: `0.5 to 1.5`."""
     return " to ".join(map(form, ends))
+
+
+def spread(items: Sequence[T], most: int) -> list[T]:
+    """Return at most so many items, the first and the last among them, evenly spread."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def make_anchor(title: str) -> str:

@@ -17,6 +17,8 @@ from etude.errors import EtudeError
 from etude.runs.charts import Series, plan_chart
 from etude.runs.directory import Run, sound_status
 from etude.runs.durable import write_atomically
+from etude.runs.evaluations import Evaluation, read_evaluations
+from etude.runs.leading import find_best, is_quiet, lead
 from etude.runs.manifest import read_manifest
 from etude.runs.metrics import read_metrics
 from etude.runs.page import format_number, render
@@ -24,15 +26,20 @@ from etude.runs.progress import format_duration
 from etude.runs.transcripts import transcript_sections
 from etude.secrets import redact, redact_tree, register_secret
 
+PAIRED = "Training and evaluation"
 GROUPS = {
     "Training": ("train",),
     "Evaluation": ("eval",),
     "Optimisation": ("lr", "grad_norm"),
     "Time": ("time",),
 }
+LEARNING = (PAIRED, "Training", "Evaluation")
+"""Groups of charts that show how a policy learns."""
 # One chart for all optimizers: their curves are read against each other.
 SHARED_CHARTS = {"lr": "learning rate", "grad_norm": "gradient norm"}
 UNPLOTTED = ("step", "epoch", "epochs", "tokens", "env_steps", "seconds", "time", "timestamp")
+MOST_EVALUATIONS, MOST_METRICS = 2, 5
+"""Tiles of evaluations and of metrics."""
 # Indentation, key, and the rest.
 _YAML_LINE = re.compile(r"(\s*(?:- )*)([^\s:#'\"-][^:#]*(?=:\s|:$))?(.*)")
 Section = tuple[str, str]
@@ -49,8 +56,10 @@ class Facts:
     last_step: int
     checkpoints: Sequence[Mapping[str, Any]]
     config_text: str
+    config: Mapping[str, Any]
     training: Mapping[str, Any]
     environment: Mapping[str, Any]
+    evaluations: Sequence[Evaluation] = ()
     warnings: list[str] = field(default_factory=list)
 
 
@@ -97,23 +106,26 @@ def read_facts(run_dir: Path) -> Facts:
         last_step=max(int(status.get("step") or 0), last_logged),
         checkpoints=_read_checkpoints(run_dir / "checkpoints", warnings),
         config_text=redact(config_text),
+        config=redact_tree(config),
         training=training if isinstance(training, dict) else {},
         environment=redact_tree(_read_json(run_dir / "environment.json", warnings)),
+        evaluations=read_evaluations(run_dir),
         warnings=[redact(text) for text in warnings],
     )
 
 
-def render_page(facts: Facts, extra_sections: Sequence[Section] = ()) -> str:
-    """Return the whole page as text."""
+def render_page(facts: Facts, extra_sections: Sequence[Section] = (), **page: Any) -> str:
+    """Return the whole page as text; `page` is for what serves it."""
     return render(
         "runs/report.html",
         run=facts,
         extra_sections=extra_sections,
         facts=[_describe_start(facts)],
-        tiles=_tiles(facts),
-        charts=_chart_groups(facts),
+        tiles=plan_tiles(facts),
+        charts=plan_charts(facts),
         config=[_YAML_LINE.findall(line)[0] for line in facts.config_text.splitlines()],
         environment=_environment_tables(facts.environment),
+        **page,
     )
 
 
@@ -129,11 +141,17 @@ def _describe_start(facts: Facts) -> str:
     return ", ".join(parts)
 
 
-def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
+def plan_tiles(facts: Facts) -> list[tuple[str, str, str]]:
+    """Return title, figure and note of each tile: what matters first, then how long it took."""
+    tiles = [_evaluation_tile(one) for one in facts.evaluations[:MOST_EVALUATIONS]]
+    for name in _leading(facts)[: MOST_METRICS - len(tiles)]:
+        best = _best_point(facts, name)
+        note = f"best {format_number(best[1])} at {format_number(best[0])}" if best else ""
+        tiles.append((name, format_number(facts.series[name].finite().values[-1]), note))
     total = None if facts.training.get("duration") else facts.training.get("training_steps")
     of_total = f"of {format_number(total)}" if isinstance(total, int | float) else ""
-    tiles = [("Steps", format_number(facts.last_step), of_total)]
-    seconds = _duration_s(facts)
+    tiles.append(("Steps", format_number(facts.last_step), of_total))
+    seconds = duration_s(facts)
     if seconds is not None:
         rate = f"{format_number(float(f'{facts.last_step / seconds:.3g}'))} steps/s" if seconds > 0 else ""
         tiles.append(("Duration", format_duration(seconds), rate))
@@ -142,18 +160,24 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
         trainable = facts.status.get("trainable_parameters", parameters)
         note = "all trainable" if trainable == parameters else f"{format_number(trainable)} trainable"
         tiles.append(("Parameters", format_number(parameters), note))
-    names = [name for name in facts.series if name.startswith(("train/", "eval/"))]
-    names.sort(key=lambda name: (not name.endswith("/loss"), not name.startswith("train/")))
-    for name in names[:6]:
-        values = facts.series[name].finite()
-        if values.values:
-            best = _best_point(facts, name)
-            note = f"best {format_number(best[1])} at {format_number(best[0])}" if best else ""
-            tiles.append((name, format_number(values.values[-1]), note))
     return tiles
 
 
-def _duration_s(facts: Facts) -> float | None:
+def _evaluation_tile(one: Evaluation) -> tuple[str, str, str]:
+    ends, episodes = one.total.interval_text(), f"{format_number(one.total.episodes)} episodes"
+    note = "; ".join(part for part in (ends, episodes, one.policy) if part)
+    return f"{one.total.title.capitalize()} in {one.title}", one.total.value_text(), note
+
+
+def _leading(facts: Facts) -> list[str]:
+    names = [
+        name for name, line in facts.series.items() if name.startswith(("train/", "eval/")) and line.finite().values
+    ]
+    return [name for name in lead(names, facts.training.get("best_metric")) if not is_quiet(name)]
+
+
+def duration_s(facts: Facts) -> float | None:
+    """Return how long a run took over all sessions, up to now if it is running."""
     seconds = facts.status.get("duration_s")
     if not isinstance(seconds, int | float):
         return None
@@ -163,17 +187,32 @@ def _duration_s(facts: Facts) -> float | None:
     return float(seconds)
 
 
-def _chart_groups(facts: Facts) -> dict[str, list[dict[str, Any]]]:
+def plan_charts(facts: Facts) -> dict[str, list[dict[str, Any]]]:
+    """Return the charts of a run by the title of their group."""
+    pairs = [leaf for leaf in _leaves(facts, "train") if f"eval/{leaf}" in facts.series]
+    paired = {f"{part}/{leaf}" for leaf in pairs for part in ("train", "eval")}
     by_prefix: dict[str, list[str]] = {}
-    for name in sorted(facts.series, key=lambda name: (not name.endswith("/loss"), name)):
-        by_prefix.setdefault(name.split("/", 1)[0] if "/" in name else "other", []).append(name)
+    for name in lead(sorted(facts.series), facts.training.get("best_metric")):
+        if name not in paired:
+            by_prefix.setdefault(name.split("/", 1)[0] if "/" in name else "other", []).append(name)
     known = {prefix for prefixes in GROUPS.values() for prefix in prefixes}
     groups = GROUPS | {prefix: (prefix,) for prefix in sorted(by_prefix) if prefix not in known}
-    charts = {
+    charts = {PAIRED: [_plan_pair(facts, leaf) for leaf in pairs]} | {
         title: [chart for prefix in prefixes for chart in _plan_prefix(facts, prefix, by_prefix.get(prefix, []))]
         for title, prefixes in groups.items()
     }
     return {title: drawn for title, drawn in charts.items() if drawn}
+
+
+def _leaves(facts: Facts, group: str) -> list[str]:
+    names = lead(sorted(name for name in facts.series if name.startswith(f"{group}/")))
+    return [name.removeprefix(f"{group}/") for name in names]
+
+
+def _plan_pair(facts: Facts, leaf: str) -> dict[str, Any]:
+    """Draw what was measured in training and in evaluation against each other."""
+    lines = [replace(facts.series[f"{part}/{leaf}"], name=part) for part in ("train", "eval")]
+    return plan_chart(leaf, lines, _best_point(facts, f"eval/{leaf}"))
 
 
 def _plan_prefix(facts: Facts, prefix: str, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -184,15 +223,11 @@ def _plan_prefix(facts: Facts, prefix: str, names: Sequence[str]) -> list[dict[s
 
 
 def _best_point(facts: Facts, name: str) -> tuple[float, float] | None:
+    """Return the best point of an evaluation or of a reward; of what else is measured in training it is noise."""
     line = facts.series[name].finite()
-    if not name.startswith("eval/") or len(line.values) < 2:
+    if len(line.values) < 2 or not (name.startswith("eval/") or name.endswith("/reward")):
         return None
-    chosen = facts.training.get("best_metric", "eval/loss") == name
-    if not chosen and not name.endswith("loss"):
-        return None
-    largest = chosen and facts.training.get("best_mode", "min") == "max"
-    index = (max if largest else min)(range(len(line.values)), key=line.values.__getitem__)
-    return line.steps[index], line.values[index]
+    return find_best(name, line.steps, line.values, facts.training)
 
 
 def _environment_tables(environment: Mapping[str, Any]) -> dict[str, dict[str, str]]:

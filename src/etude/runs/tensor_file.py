@@ -48,11 +48,21 @@ class StagedFile:
             spans[name] = (start, size_bytes)
             header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, size_bytes]}
         self._memory = _allocate(size_bytes, pinned=any(tensor.is_cuda for tensor in tensors.values()))
-        self.views = [self._memory[slice(*spans[name])].view(dtype).view(shape) for name, dtype, shape in self._layout]
+        self.views = [
+            self._memory[slice(*spans[name])].view(dtype).view(shape)
+            if math.prod(shape)  # without any memory there is nothing to look at in another type
+            else torch.empty(shape, dtype=dtype)
+            for name, dtype, shape in self._layout
+        ]
         """Where each tensor is to be copied, in the order given."""
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._header = struct.pack("<Q", len(text)) + text
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that are held."""
+        return self._memory.nbytes
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Tell whether these tensors have the names, types and shapes this memory is laid out for."""
@@ -93,11 +103,7 @@ def read_tensor_file(path: Path) -> dict[str, Tensor]:
 
 def read_tensors(file: io.FileIO, digest: Hash | None = None) -> dict[str, Tensor]:
     """Return the tensors of an open safetensors file, and let every byte that is read pass through a hash."""
-    size_bytes = os.fstat(file.fileno()).st_size
-    (header_bytes,) = struct.unpack("<Q", _read_exactly(file, 8, digest))
-    if header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
-        raise ValueError("it does not start with a safetensors header")
-    spans = _parse_header(_read_exactly(file, header_bytes, digest), size_bytes - 8 - header_bytes)
+    spans, _ = _read_header(file, digest)
     tensors = {}
     for name, dtype, shape in spans:
         # Own memory per tensor, aligned by torch's allocator: some kernels round differently on other alignments.
@@ -106,6 +112,27 @@ def read_tensors(file: io.FileIO, digest: Hash | None = None) -> dict[str, Tenso
             _read_into(file, _bytes_of(tensor.reshape(-1).view(torch.uint8)), digest)
         tensors[name] = tensor
     return tensors
+
+
+def spans_of(path: Path) -> list[tuple[str, torch.dtype, list[int], int]]:
+    """Return name, type, shape and first byte of every tensor of a safetensors file; raise ValueError if it is none."""
+    with open_regular(path) as file:
+        spans, at = _read_header(file, None)
+    found = []
+    for name, dtype, shape in spans:
+        found.append((name, dtype, shape, at))
+        at += math.prod(shape) * dtype.itemsize
+    return found
+
+
+def read_span(path: Path, at: int, dtype: torch.dtype, shape: list[int], into: Tensor | None = None) -> Tensor:
+    """Return a tensor whose values begin at a byte of a file, in memory of its own or in that which is given."""
+    tensor = torch.empty(shape, dtype=dtype) if into is None else into
+    if tensor.numel():
+        with open_regular(path) as file:
+            file.seek(at)
+            _read_into(file, _bytes_of(tensor.reshape(-1).view(torch.uint8)), None)
+    return tensor
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -129,6 +156,16 @@ def _allocate(size_bytes: int, *, pinned: bool) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
     # NumPy asks the kernel for huge pages, which makes the first touch of new memory several times cheaper.
     return torch.from_numpy(np.empty(size_bytes, dtype=np.uint8))
+
+
+def _read_header(file: io.FileIO, digest: Hash | None) -> tuple[list[tuple[str, torch.dtype, list[int]]], int]:
+    """Return what a file holds, in its order, and where the data begins."""
+    size_bytes = os.fstat(file.fileno()).st_size
+    (header_bytes,) = struct.unpack("<Q", _read_exactly(file, 8, digest))
+    if header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
+        raise ValueError("it does not start with a safetensors header")
+    text = _read_exactly(file, header_bytes, digest)
+    return _parse_header(text, size_bytes - 8 - header_bytes), 8 + header_bytes
 
 
 def _parse_header(text: bytes, data_bytes: int) -> list[tuple[str, torch.dtype, list[int]]]:

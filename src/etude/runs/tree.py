@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import CheckpointError
+from etude.runs.shards import Piece
 
 _TENSOR, _TUPLE, _DICT, _FLOAT = "$tensor", "$tuple", "$dict", "$float"
 _RESERVED_NAME = "__metadata__"  # The safetensors header keeps this one for itself.
@@ -36,12 +37,12 @@ class Parted(dict[str, Any]):
         self.suffix = suffix
 
 
-def split_files(key: str, value: Any) -> tuple[Any, dict[str, tuple[str, dict[str, Tensor]]]]:
+def split_files(key: str, value: Any) -> tuple[Any, dict[str, tuple[str, dict[str, Any]]]]:
     """Return a JSON skeleton, and by the name of each file what its tensors' names began with and the tensors."""
     skeleton, tensors = split_tensors(value)
     if not isinstance(value, Parted):
         return skeleton, {key: ("", tensors)} if tensors else {}
-    files: dict[str, tuple[str, dict[str, Tensor]]] = {}
+    files: dict[str, tuple[str, dict[str, Any]]] = {}
     for name, tensor in tensors.items():
         part, dot, rest = name.partition(".")
         own = dot and _FILE_NAME.fullmatch(part)
@@ -50,16 +51,16 @@ def split_files(key: str, value: Any) -> tuple[Any, dict[str, tuple[str, dict[st
     return skeleton, files
 
 
-def split_tensors(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return a JSON skeleton of `tree` and its tensors by name (their path in the tree, unique)."""
-    tensors: dict[str, Tensor] = {}
+def split_tensors(tree: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a JSON skeleton of `tree` and its tensors, or pieces of them, by name (their path in the tree, unique)."""
+    tensors: dict[str, Any] = {}
     try:
         return _split(tree, "", tensors), tensors
     except RecursionError:
         raise CheckpointError("the state is nested too deeply to be saved; does it contain itself?") from None
 
 
-def join_tensors(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
+def join_tensors(skeleton: Any, tensors: Mapping[str, Any]) -> Any:
     """Return the tree that `split_tensors` took apart."""
     if isinstance(skeleton, list):
         return [join_tensors(item, tensors) for item in skeleton]
@@ -82,11 +83,11 @@ def join_tensors(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
     raise CheckpointError(f"the saved state holds the unknown marker {marker!r}; a newer Etude may have written it")
 
 
-def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _split(value: Any, path: str, tensors: dict[str, Any]) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | Piece):
         return {_TENSOR: _add(value, path, tensors)}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
@@ -112,7 +113,7 @@ def _split(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _split_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+def _split_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Any]) -> Any:
     prefix = f"{path}." if path else ""
     if any(type(key) is not str or key[:1] == "$" for key in value):
         return {_DICT: [_split_pair(key, item, prefix, tensors) for key, item in value.items()]}
@@ -134,7 +135,7 @@ def _split_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tenso
     return skeleton
 
 
-def _split_pair(key: Any, item: Any, prefix: str, tensors: dict[str, Tensor]) -> list[Any]:
+def _split_pair(key: Any, item: Any, prefix: str, tensors: dict[str, Any]) -> list[Any]:
     if isinstance(key, Tensor):
         raise CheckpointError(f"the state at {prefix or 'the top'!r} has a tensor as a key; use its name instead")
     return [
@@ -143,7 +144,7 @@ def _split_pair(key: Any, item: Any, prefix: str, tensors: dict[str, Tensor]) ->
     ]
 
 
-def _add(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+def _add(tensor: Tensor | Piece, path: str, tensors: dict[str, Any]) -> str:
     if type(tensor) not in _TENSORS and hasattr(tensor, "full_tensor"):
         raise CheckpointError(f"the tensor at {path!r} is sharded over ranks; gather it with full_tensor() first")
     name, count = path or "tensor", 1

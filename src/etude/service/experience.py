@@ -152,6 +152,8 @@ class PreparedBatches(_Adapter):
         if hasattr(algorithm, "temperature") and "temperature" not in section:
             algorithm.temperature = self._sampled_at
         self.minibatches = int(getattr(algorithm, "minibatches", 1))
+        if hasattr(algorithm, "learn_age"):
+            algorithm.learn_age(trainer.data, None if self.inner._mini_batch_size else self.minibatches)
         super().attach(trainer)
 
     def experience(self, policy: Any, completed: Sequence[Any], *, rows: int | None = None) -> Batch:

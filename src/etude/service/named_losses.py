@@ -5,6 +5,7 @@ Shape letters: N targets of one datum, whatever their shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -23,14 +24,16 @@ _POLICY_INPUTS: Final = ("logprobs", "advantages")
 def config_of(loss_fn: str, given: Mapping[str, float | str]) -> dict[str, float]:
     """Return the parameters of a loss, defaults filled in; refuse what it does not take."""
     if loss_fn not in CONFIG:
-        raise ConfigError(f"unknown loss_fn {loss_fn!r}; this service knows {', '.join(CONFIG)}")
+        raise ConfigError(f"unknown loss_fn {loss_fn[:80]!r}; this service knows {', '.join(CONFIG)}")
     known = CONFIG[loss_fn]
     for name, value in given.items():
         if name not in known:
             takes = ", ".join(known) or "nothing"
-            raise ConfigError(f"{loss_fn} has no option {name!r} in loss_fn_config; it takes {takes}")
+            raise ConfigError(f"{loss_fn} has no option {name[:80]!r} in loss_fn_config; it takes {takes}")
         if isinstance(value, str):
-            raise ConfigError(f"{loss_fn}: {name} must be a number, got {value!r}")
+            raise ConfigError(f"{loss_fn}: {name} must be a number, got {value[:80]!r}")
+        if not math.isfinite(value):
+            raise ConfigError(f"{loss_fn}: {name} must be finite, got {value}")
     return known | {name: float(value) for name, value in given.items()}
 
 
@@ -44,7 +47,7 @@ def require_inputs(loss_fn: str, inputs: Mapping[str, Tensor], where: str) -> No
             raise DataError(f"{where}: {loss_fn} needs {name!r} in loss_fn_inputs")
     for name, value in inputs.items():
         if name not in known:
-            raise DataError(f"{where}: {loss_fn} takes no {name!r} in loss_fn_inputs; it takes {', '.join(known)}")
+            raise DataError(f"{where}: {loss_fn} takes no {name[:80]!r} in loss_fn_inputs; it takes {', '.join(known)}")
         if value.shape != inputs["target_tokens"].shape:
             shapes = f"{list(value.shape)}, but target_tokens {list(inputs['target_tokens'].shape)}"
             raise DataError(f"{where}: {name} has the shape {shapes}")

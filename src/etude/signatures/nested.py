@@ -18,6 +18,14 @@ class ParametersOf:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedParametersOf:
+    """A mapping holds, by names of the user's, the parameters of one class or function each."""
+
+    target: str
+    """`module:attribute`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ComponentOf:
     """A text or `{type, params}` names a component; what is neither is something else, and not looked into."""
 
@@ -32,8 +40,10 @@ class OptionsOf:
     parameter: str
 
 
-Nested = ParametersOf | ComponentOf | OptionsOf
-MARKERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (ParametersOf, ComponentOf, OptionsOf)}
+Nested = ParametersOf | NamedParametersOf | ComponentOf | OptionsOf
+MARKERS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (ParametersOf, NamedParametersOf, ComponentOf, OptionsOf)
+}
 
 
 def find_nested(annotation: Any) -> Nested | None:

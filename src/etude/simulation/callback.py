@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 class EvaluateInSimulation(EvaluateEvery):
     """Measure success in an environment every so often and at the end; logged as eval/success.
 
+    Environments without a notion of success have eval/reward and eval/steps alone, which others have too.
     With `training.best_metric: eval/success` and `training.best_mode: max` the best checkpoint is the most successful.
 
     Args:
@@ -68,6 +70,7 @@ class EvaluateInSimulation(EvaluateEvery):
             heartbeat=lambda: session.pulse.enter("evaluate"),
         )  # fmt: skip
         if trainer.run is not None:
+            result = replace(result, policy=f"step {trainer.progress.step}")
             result.to_json(trainer.run.dir / "evaluation" / f"step-{trainer.progress.step:08d}.json")
         return result.metrics()
 

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from etude.errors import EtudeError
+from etude.rng import fold_more
 from etude.simulation.actors import Actor, Seat
 from etude.simulation.environments import make_environment
-from etude.simulation.environments.base import Array, Environment, Observation, StepOutcome
+from etude.simulation.environments.base import Array, CanLookAway, Environment, Observation, StepOutcome
 from etude.simulation.results import EpisodeRow
-from etude.simulation.seeds import action_key, episode_seed
+from etude.simulation.seeds import episode_key, episode_seed
 from etude.simulation.video import frame_stride, write_video
 
 
@@ -33,7 +34,7 @@ class Job:
 class Witness(Protocol):
     """Sees what happens in episodes, step by step. An episode in which `began` or `saw` raises has failed."""
 
-    def began(self, job: Job, observation: Observation) -> None:
+    def began(self, job: Job, env: Environment, observation: Observation) -> None:
         """Take note of how an episode begins."""
 
     def saw(self, job: Job, seat: Seat, action: Array, outcome: StepOutcome) -> None:
@@ -96,11 +97,14 @@ class _Running:
     job: Job
     env: Environment
     seed: int
+    key: int
+    """What the keys of its steps are made from."""
     observation: Observation
     steps: int = 0
     reward: float = 0.0
-    success: bool = False
+    success: bool | None = None
     pictures: list[Array] = field(default_factory=list)
+    can_look_away: bool = False
 
     def film(self, *, last: bool = False) -> None:
         if self.job.video is not None and (last or self.steps % frame_stride(self.env.fps) == 0):
@@ -122,6 +126,8 @@ class EpisodeRunner:
         slots: Episodes that run side by side.
         heartbeat: Called after every step of all slots.
         witness: Sees every step, and lives with episodes that fail; without one, a failure ends it all.
+        will_look: Whether the actor needs the next pictures of a slot, for environments that can look away; None is
+            always.
     """
 
     def __init__(
@@ -134,10 +140,11 @@ class EpisodeRunner:
         slots: int,
         heartbeat: Callable[[], None] | None = None,
         witness: Witness | None = None,
+        will_look: Callable[[int], bool] | None = None,
     ) -> None:
         self._actor, self._pool, self._split, self._seed = actor, pool, split, seed
         self._slots = slots if actor.most_slots is None else min(slots, actor.most_slots)
-        self._heartbeat, self._witness = heartbeat, witness
+        self._heartbeat, self._witness, self._will_look = heartbeat, witness, will_look
         self.stopwatch = Stopwatch()
 
     def run(self, jobs: Iterable[Job]) -> Iterator[EpisodeRow]:
@@ -162,10 +169,14 @@ class EpisodeRunner:
         env = self._pool.borrow(job.env)
         self._actor.check(env)
         seed = episode_seed(self._seed, self._split, job.episode if job.start is None else job.start)
+        key = episode_key(self._seed, self._split, job.episode)
+        can_look_away = self._will_look is not None and isinstance(env, CanLookAway)
+        if isinstance(env, CanLookAway):
+            env.looks = True
         try:
-            episode = _Running(job, env, seed, env.reset(seed))
+            episode = _Running(job, env, seed, key, env.reset(seed), can_look_away=can_look_away)
             if self._witness is not None:
-                self._witness.began(job, episode.observation)
+                self._witness.began(job, env, episode.observation)
         except Exception as error:  # noqa: BLE001 - a simulator may fail in any way
             self._lose(job, env, error)
             return None
@@ -182,10 +193,7 @@ class EpisodeRunner:
 
     def _step(self, running: dict[int, _Running]) -> Iterator[EpisodeRow]:
         began = time.perf_counter()
-        seats = [
-            Seat(slot, e.env, e.observation, action_key(self._seed, self._split, e.job.episode, e.steps))
-            for slot, e in running.items()
-        ]
+        seats = [Seat(slot, e.env, e.observation, fold_more(e.key, e.steps)) for slot, e in running.items()]
         actions = self._actor.act(seats)
         acted = time.perf_counter()
         ended = [seat.slot for seat, action in zip(seats, actions, strict=True) if self._advance(running, seat, action)]
@@ -203,6 +211,8 @@ class EpisodeRunner:
     def _advance(self, running: dict[int, _Running], seat: Seat, action: Array) -> bool:
         """Take one step of an episode; return whether it has ended. One that fails is taken off its slot."""
         episode = running[seat.slot]
+        if episode.can_look_away and self._will_look is not None:
+            cast(CanLookAway, episode.env).looks = self._will_look(seat.slot)
         try:
             outcome = episode.env.step(action)
             if self._witness is not None:
@@ -214,7 +224,8 @@ class EpisodeRunner:
         episode.observation = outcome.observation
         episode.steps += 1
         episode.reward += outcome.reward
-        episode.success = episode.success or outcome.success
+        if outcome.success is not None:
+            episode.success = bool(episode.success) or outcome.success
         done = outcome.done or episode.steps >= episode.env.max_steps
         episode.film(last=done)
         return done

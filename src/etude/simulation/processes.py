@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ Work = Callable[[Sequence[T]], Iterator[Any]]
 _LEAVE_S = 5.0
 
 
-def run_in_processes(work: Work[T], shares: Sequence[Sequence[T]]) -> Iterator[Any]:
+def run_in_processes(work: Work[T], shares: Sequence[Sequence[T]]) -> Generator[Any, None, None]:
     """Call `work` with each share in a process of its own, and yield what they yield as it comes."""
     context = multiprocessing.get_context("fork")
     children: dict[Connection, Any] = {}

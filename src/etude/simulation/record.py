@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,19 @@ import numpy as np
 from etude.data.lerobot.writer import LeRobotWriter
 from etude.errors import ConfigError, DataError
 from etude.rng import fold
-from etude.simulation.actors import EXPERT, Actor, Seat, make_actor
+from etude.simulation.actors import EXPERT, Actor, PolicyActor, Seat, make_actor
+from etude.simulation.ahead import PlayedAttempt, PlayingAhead
 from etude.simulation.environments import make_environment, split_name
 from etude.simulation.environments.base import Array, Environment, Observation
-from etude.simulation.evaluate import AnyPolicy
+from etude.simulation.environments.rendering import has_rendered
+from etude.simulation.evaluate import AnyPolicy, allowed_workers
 from etude.simulation.journal import Journal
 from etude.simulation.seeds import action_key, episode_seed
 from etude.types import Feature
 from etude.types.names import ACTION
 
 SPLIT = "train"
+NEXT_REWARD = "next.reward"
 _NOISE_STREAM = 1
 _HOPELESS = 20
 """Attempts in a row without a success after which recording gives up."""
@@ -95,8 +99,10 @@ def record(
     seed: int = 0,
     noise: Noise | None = None,
     keep_failures: bool = False,
+    rewards: bool = False,
     options: Mapping[str, Any] | None = None,
     images: str = "video",
+    workers: int | None = None,
     on_episode: Callable[[int, int], None] | None = None,
 ) -> Recorded:
     """Record demonstrations as a LeRobot dataset; go on where an interrupted recording stopped.
@@ -112,8 +118,10 @@ def record(
         seed: The root of all seeds; recording draws from the split "train".
         noise: Noise on what is executed.
         keep_failures: Keep episodes that do not succeed, too.
+        rewards: Keep what each step earned, as next.reward, for algorithms that learn from rewards.
         options: Parameters of the environments, such as cameras and size.
         images: How pictures are stored: video or image.
+        workers: Processes that play episodes; 0 plays them here. None is one for each core where there are cameras.
         on_episode: Called with the number of episodes saved and of attempts made.
     """
     names = [env_name] if isinstance(env_name, str) else list(env_name)
@@ -122,20 +130,21 @@ def record(
     noise, root, began, actor = noise or Noise(), Path(root), time.perf_counter(), make_actor(policy)
     settings = {
         "env": names, "policy": policy_name or (policy if isinstance(policy, str) else "function"), "seed": seed,
-        "noise": noise.describe(), "keep_failures": keep_failures,
-        "options": {key: list(value) if isinstance(value, tuple) else value for key, value in (options or {}).items()},
+        "noise": noise.describe(), "keep_failures": keep_failures, "options": _plain(options or {}),
+        **({"rewards": True} if rewards else {}),
     }  # fmt: skip
     with ExitStack() as stack:
-        envs = [make_environment(name, **(options or {})) for name in names]
+        envs = [stack.enter_context(closing(make_environment(name, **(options or {})))) for name in names]
         for env in envs:
-            stack.callback(env.close)
             actor.check(env)
-        features, kind = _shared_features(envs, names), split_name(names[0])[0]
-        writer = LeRobotWriter(root, features, envs[0].fps, kind, images=images)  # type: ignore[arg-type]
+        features = {**_shared_features(envs, names), **({NEXT_REWARD: Feature((1,), "float32")} if rewards else {})}
+        writer = LeRobotWriter(root, features, envs[0].fps, split_name(names[0])[0], images=images)  # type: ignore[arg-type]
         stack.callback(writer.close)
-        journal = Journal(root, settings, writer.num_episodes)
-        session = _Session(envs, actor, writer, journal, seed, noise, keep_failures)
-        session.record_until(episodes * len(envs), on_episode)
+        journal, total = Journal(root, settings, writer.num_episodes), episodes * len(envs)
+        session = _Session(envs, actor, writer, journal, seed, noise, keep_failures, rewards)
+        if count := _count_workers(workers, actor, envs, total - writer.num_episodes):
+            session.ahead = stack.enter_context(PlayingAhead(session.play, keep_failures, count))
+        session.record_until(total, on_episode)
         counts = writer.num_episodes, writer.num_frames, session.attempts, session.env_steps
         writer.finalize()
     return Recorded(root, *counts, time.perf_counter() - began)
@@ -153,10 +162,14 @@ class _Session:
         seed: int,
         noise: Noise,
         keep_failures: bool,
+        rewards: bool = False,
     ) -> None:
         self.envs, self.actor, self.writer, self.journal = envs, actor, writer, journal
-        self._seed, self._noise, self._keep_failures = seed, noise, keep_failures
+        self._seed, self._noise, self._keep_failures, self._rewards = seed, noise, keep_failures, rewards
         self.env_steps = 0
+        self.ahead: PlayingAhead | None = None
+        """Who plays attempts in other processes; None plays them here."""
+        self._total = 0
 
     @property
     def attempts(self) -> int:
@@ -165,6 +178,7 @@ class _Session:
 
     def record_until(self, total: int, on_episode: Callable[[int, int], None] | None) -> None:
         """Record until the dataset has this many episodes."""
+        self._total = total
         with self.actor.session():
             while self.writer.num_episodes < total:
                 self.record_next()
@@ -177,7 +191,10 @@ class _Session:
         env = self.envs[lane]
         for _ in range(_HOPELESS):
             attempt = self.journal.next_attempt(lane, len(self.envs))
-            frames, success = self._play(env, attempt)
+            wanted = lane, attempt
+            played = self.play(wanted) if self.ahead is None else self.ahead.take(wanted, self._coming)
+            frames, success, env_steps = played
+            self.env_steps += env_steps
             if not success and not self._keep_failures:
                 self.journal.fail(lane, attempt)
                 continue
@@ -191,7 +208,17 @@ class _Session:
             f"{episode_seed(self._seed, SPLIT, attempt)}; less noise or another policy may help"
         )
 
-    def _play(self, env: Environment, attempt: int) -> tuple[list[Observation], bool]:
+    def _coming(self) -> Iterator[tuple[int, int]]:
+        """Yield the attempts that are still to be made if none of them fails."""
+        lanes = len(self.envs)
+        following = [self.journal.next_attempt(lane, lanes) for lane in range(lanes)]
+        for number in range(self.writer.num_episodes, self._total):
+            yield number % lanes, following[number % lanes]
+            following[number % lanes] += 1
+
+    def play(self, wanted: tuple[int, int]) -> PlayedAttempt:
+        """Play an attempt in one of the environments."""
+        env, attempt = self.envs[wanted[0]], wanted[1]
         seed = episode_seed(self._seed, SPLIT, attempt)
         disturb = self._noise.of_episode(seed)
         frames: list[Observation] = []
@@ -204,12 +231,27 @@ class _Session:
             action = np.asarray(self.actor.act([seat])[0]).reshape(feature.shape).astype(feature.dtype)
             frames.append({**observation, ACTION: action})
             outcome = env.step(disturb(action) if feature.classes is None else action)
-            self.env_steps += 1
-            success = success or outcome.success
+            if self._rewards:
+                frames[-1][NEXT_REWARD] = np.array([outcome.reward], dtype=np.float32)
+            success = success or outcome.success is True
             if outcome.done:
                 break
             observation = outcome.observation
-        return frames, success
+        return PlayedAttempt(frames, success, len(frames))
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+
+
+def _count_workers(workers: int | None, actor: Actor, envs: Sequence[Environment], missing: int) -> int:
+    """Return how many processes play; none where one core does, or where OpenGL is in use already."""
+    if workers is None:
+        has_cameras = any(env.spec.with_role("image") for env in envs)
+        on_cpu = not isinstance(actor, PolicyActor) or actor.device.type == "cpu"
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = cores if has_cameras and on_cpu and not has_rendered() and cores > 1 else 0
+    return min(allowed_workers(workers, actor), max(0, missing))
 
 
 def _shared_features(envs: Sequence[Environment], names: Sequence[str]) -> Mapping[str, Feature]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, Literal, get_args
 
 from etude.errors import ConfigError
-from etude.rng import STREAM_ROLLOUT, fold
+from etude.rng import STREAM_ROLLOUT, fold, fold_more
 
 Split = Literal["train", "validation", "test"]
 SPLITS: Final[tuple[Split, ...]] = get_args(Split)
@@ -36,4 +36,9 @@ def episode_seed(seed: int, split: str, episode: int) -> int:
 
 def action_key(seed: int, split: str, episode: int, step: int) -> int:
     """Return the key of the random numbers that a policy may draw at one step of one episode."""
-    return fold(seed, STREAM_ROLLOUT, split_code(split), episode, step)
+    return fold_more(episode_key(seed, split, episode), step)
+
+
+def episode_key(seed: int, split: str, episode: int) -> int:
+    """Return what `fold_more(key, step)` makes the keys of all steps of one episode from."""
+    return fold(seed, STREAM_ROLLOUT, split_code(split), episode)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from typing import Any, NoReturn
 
 from etude.simulation.environments.base import Array, Environment, Observation, StepOutcome
+
+_set_handler: Any = getattr(sys.modules.get("_signal", signal), "signal")  # noqa: B009
+"""`signal.signal` without its search for enum members, which takes longer than all the rest of an alarm."""
+_ALARM = int(signal.SIGALRM)
 
 
 class TimedEnvironment:
@@ -49,16 +54,16 @@ class _Alarm:
         self._began = time.monotonic()
         self._rings = threading.current_thread() is threading.main_thread()
         if self._rings:
-            self._handler = signal.signal(signal.SIGALRM, self._ring)
+            self._handler = _set_handler(_ALARM, self._ring)
             self._timer = signal.setitimer(signal.ITIMER_REAL, self._timeout_s)
 
     def __exit__(self, *error: object) -> None:
         spent_s = time.monotonic() - self._began
         if self._rings:
-            left_s = max(self._timer[0] - spent_s, 1e-3) if self._timer[0] else 0.0
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, self._handler)
-            signal.setitimer(signal.ITIMER_REAL, left_s, self._timer[1])
+            _set_handler(_ALARM, self._handler)
+            if self._timer[0]:
+                signal.setitimer(signal.ITIMER_REAL, max(self._timer[0] - spent_s, 1e-3), self._timer[1])
         if error[0] is None and spent_s > self._timeout_s:
             self._ring()
 

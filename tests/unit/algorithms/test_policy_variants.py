@@ -186,6 +186,20 @@ def test_truncated_weights_correct_for_the_sampler() -> None:
     assert float(found.metrics["tis_weight"]) == pytest.approx(1.0)
 
 
+def test_one_update_of_older_rollouts_asks_the_policy_once_and_moves_it_as_if_it_were_asked_before() -> None:
+    batch, asked = rollouts(), GRPO(tis_cap=2.0)
+    spared = GRPO()
+    spared.is_behind = spared.updates_once = True
+    assert spared.weight_cap == asked.weight_cap
+    found = []
+    for algorithm in (asked, spared):
+        policy = moved(Bigram())
+        experience = algorithm.experience(policy, batch)
+        assert ("old_log_probs" in experience.values) == (algorithm is asked)
+        found.append(gradients(algorithm, policy, experience)[2][0])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
 def test_the_weight_has_no_gradient() -> None:
     policy, batch = moved(Bigram()), rollouts()
     algorithm = GRPO(tis_cap=1e9, objective="importance_sampling", aggregation="token_sum")

@@ -29,6 +29,7 @@ def test_the_full_suite_has_what_is_promised() -> None:
         assert len(single - {"pusht"}) >= 10
         for demos in (5, 10):
             assert robot.Row(("pick-place",), policy, demos, 0) in rows
+            assert robot.Row(("pick-place",), robot.FEW, demos, 0) in rows
     for policy in robot.COMPONENTS:
         tasks = {row.tasks[0] for row in rows if row.policy == policy and row.demos == 50}
         assert len(tasks) == 3 and "drawer-open" in tasks

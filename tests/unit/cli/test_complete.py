@@ -24,9 +24,10 @@ def complete(words: str, cwd: Path) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for run in ("alpha", "almond", "beta"):
+    for moment, run in enumerate(("almond", "alpha", "beta")):
         (tmp_path / "runs" / run).mkdir(parents=True)
         (tmp_path / "runs" / run / "status.json").write_text("{}")
+        os.utime(tmp_path / "runs" / run / "status.json", (moment, moment))
     (tmp_path / "runs" / "alien").mkdir()
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "digits.yaml").write_text("")

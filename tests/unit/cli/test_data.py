@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +22,7 @@ from etude.cli.main import app
 from etude.data import LeRobotDataset
 from etude.data.lerobot import LeRobotWriter
 from etude.errors import ConfigError, DataError
+from tests.unit.data.lerobot.plain import smooth, write_plain
 from tests.unit.data.lerobot.recordings import FEATURES, make_frame, record
 from tests.unit.data.test_convert import write_zarr
 
@@ -88,9 +94,62 @@ def test_view_writes_one_page_without_network(tmp_path: Path) -> None:
     assert page.count("<svg") == 2 and "lift the block" in page
     assert "http://" not in page and "https://" not in page
     assert not list(tmp_path.glob("*.html"))
-    assert said("view", "d", "-o", "page.html").strip() == "page.html"
+    assert said("view", "d", "--episode", "0", "-o", "page.html").strip() == "page.html"
     with pytest.raises(DataError, match="no episode 9; there are 0 to 2"):
         said("view", "d", "--episode", "9")
+
+
+def test_view_writes_the_whole_dataset_as_one_page(tmp_path: Path) -> None:
+    record(tmp_path / "d", cameras=True)
+    assert said("view", "d").strip() == "views/d.html"
+    page = (tmp_path / "views/d.html").read_text()
+    assert page.count('type="application/json" id="part-') == 3
+    assert "push the block" in page and "http://" not in page and "https://" not in page
+    assert said("view", "d", "-o", "out/page.html").strip() == "out/page.html"
+
+
+def test_view_says_what_a_file_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path / "d", cameras=True)
+    monkeypatch.setattr("etude.data.lerobot.view_page.MOST_EPISODES", 2)
+    lines = said("view", "d", "-o", "page.html").splitlines()
+    assert lines[0] == "page.html" and lines[1].startswith("This file holds 2 of 3 episodes")
+
+
+def test_view_refuses_what_cannot_be_together(tmp_path: Path) -> None:
+    record(tmp_path / "d")
+    for given, said_of_it in (
+        (["--serve", "-o", "x.html"], "--serve and --output: give one of them"),
+        (["--serve", "--rerun", "x.rrd"], "--serve and --rerun: give one of them"),
+        (["--serve", "--episode", "1"], "leave out --episode"),
+        (["--rerun", "x.rrd", "--open"], "leave it out with --rerun"),
+    ):
+        with pytest.raises(ConfigError, match=said_of_it):
+            said("view", "d", *given)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no complete LeRobot dataset"):
+        said("view", "empty")
+
+
+@pytest.mark.slow
+def test_view_serves_large_datasets_until_control_c(tmp_path: Path) -> None:
+    write_plain(tmp_path / "d", smooth(450, 8))
+    command = [sys.executable, "-m", "etude", "data", "view", "d", "--port", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline().startswith(
+        "450 episodes are more than one file should hold, so the dataset is served"
+    )
+    (port,) = re.findall(r"showing d at http://127\.0\.0\.1:(\d+)/", child.stdout.readline())
+    connection = HTTPConnection("127.0.0.1", int(port), timeout=60)
+    connection.request("GET", "/episode/449")
+    assert json.loads(connection.getresponse().read())["cameras"] == []
+    connection.close()
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (0, "stopped\n", "")
 
 
 def test_convert_makes_a_dataset(tmp_path: Path) -> None:

@@ -44,14 +44,40 @@ def test_the_command_finds_what_python_finds(folder: Path) -> None:
 
 
 def test_a_table_is_printed_and_files_are_left(folder: Path) -> None:
-    said = invoke("saved", "--env", PENDULUM, "--episodes", "3", "--slots", "2", "--workers", "2", *SETTINGS).stdout
+    asked = ["saved", "--env", PENDULUM, "--episodes", "3", "--slots", "2", "--workers", "2", *SETTINGS]
+    said = invoke(*asked, "--option", "success_return=1e9").stdout
     assert said.splitlines()[0].split() == ["env", "succeeded", "rate", "95", "%", "interval", "steps", "reward"]
     assert "0/3" in said
     assert "policy " in said
-    kept = folder / "saved/evaluation"
-    assert [path.name for path in sorted(kept.iterdir())] == ["gym-Pendulum-v1-test.csv", "gym-Pendulum-v1-test.json"]
+    kept, stem = folder / "saved/evaluation", "gym-Pendulum-v1-test"
+    names = [f"{stem}.csv", f"{stem}.diagnosis.safetensors", f"{stem}.json"]
+    assert [path.name for path in sorted(kept.iterdir())] == names
     with (kept / "gym-Pendulum-v1-test.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 3
+
+
+def test_failures_are_told_by_what_went_wrong_unless_nobody_wants_to_know(folder: Path) -> None:
+    asked = ["saved", "--env", PENDULUM, "--episodes", "3", *SETTINGS, "--option", "success_return=1e9"]
+    said = invoke(*asked).stdout
+    assert sum(int(line.split()[0]) for line in said.splitlines() if " failure" in line) == 3
+    found = json.loads(invoke(*asked, "--json").stdout)
+    assert sorted(number for group in found["failures"] for number in group["episodes"]) == [0, 1, 2]
+    assert " failure" not in invoke(*asked, "--no-diagnose").stdout
+    for wrong in (["--samples", "1"], ["--samples", "4", "--no-diagnose"]):
+        with pytest.raises(ConfigError, match="samples"):
+            invoke(*asked, *wrong)
+    assert not list(folder.glob("saved/evaluation/*.safetensors")), "what belongs to other results goes"
+
+
+def test_an_environment_without_a_notion_of_success_shows_its_reward(folder: Path) -> None:
+    result = invoke("saved", "--env", PENDULUM, "--episodes", "3", *SETTINGS)
+    head, row = (line.split() for line in result.stdout.splitlines()[:2])
+    assert head == ["env", "episodes", "reward", "95", "%", "interval", "steps"]
+    assert row[:2] == [PENDULUM, "3"] and float(row[2]) < 0 and row[4] == "to"
+    assert (
+        "%" not in result.output.replace("95 % interval", "").replace("99 %", "") and "succeeded" not in result.output
+    )
+    assert "mean reward -" in result.output
 
 
 def test_a_function_is_evaluated_over_several_environments(folder: Path) -> None:

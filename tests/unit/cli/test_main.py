@@ -121,7 +121,7 @@ def test_version_and_help_import_nothing_heavy() -> None:
             timeout=100,
         )
         assert done.returncode == 0, done.stderr
-        assert __version__ in done.stdout or "torchrun" in done.stdout or "Commands" in done.stdout
+        assert __version__ in done.stdout or "torchrun" in done.stdout or "Look at runs:" in done.stdout
         assert "\x1b" not in done.stdout
 
 

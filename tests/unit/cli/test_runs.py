@@ -13,6 +13,7 @@ from etude.cli.main import app
 from etude.cli.runs import find_run
 from etude.errors import EtudeError
 from etude.runs.directory import Run
+from etude.simulation.results import EpisodeRow, EvaluationResult
 
 runner = CliRunner()
 
@@ -42,6 +43,23 @@ def test_runs_are_listed_with_state_step_and_main_metrics(folder: Path) -> None:
     assert newest.split()[:3] == ["second", "finished", "10"]
     assert "eval/loss 0.5  eval/accuracy 0.75  train/loss 2" in oldest
     assert "\x1b" not in result.stdout
+
+
+def test_the_list_leads_with_the_reward_or_with_what_was_evaluated(folder: Path) -> None:
+    run = make_run("robot")
+    rows = tuple(EpisodeRow("reach", "x", n, n, n > 0, 10, 0.0) for n in range(4))
+    EvaluationResult(rows, "test", 0, policy="best checkpoint, step 10").to_json(run.dir / "evaluation/reach-test.json")
+    pole = make_run("pole")
+    blind = tuple(EpisodeRow("gym:CartPole-v1", "x", n, n, None, 10, 100.0 + n) for n in range(3))
+    EvaluationResult(blind, "test", 0).to_json(pole.dir / "evaluation/pole-test.json")
+    chat = Run(Path("runs") / "chat")
+    chat.set_status("finished", step=5)
+    with chat.metrics() as metrics:
+        metrics.write(5, {"train/loss": 0.0, "train/clip_fraction": 0.1, "train/reward": 0.75})
+    listed = {line.split()[0]: line for line in runner.invoke(app, ["runs"]).stdout.splitlines()}
+    assert "  success 75.0% (30.1% to 95.4%)  eval/loss 0.5  eval/accuracy 0.75  " in listed["robot"]
+    assert "  reward 101 (98.52 to 103.5)  eval/loss 0.5" in listed["pole"]
+    assert "  train/reward 0.75  train/clip_fraction 0.1  train/loss 0  " in listed["chat"]
 
 
 def test_runs_as_json_are_strict_json(folder: Path) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import typer
+from typer.testing import CliRunner
 
 from etude.cli.main import app
+from etude.cli.panels import ORDER
 
 SURFACE = """
 etude --install-completion
 etude --show-completion
 etude --version
 etude train CONFIG? KEY=VALUE?
+etude train --jobs N = 1
 etude train --resume auto|never|PATH = auto
+etude train --seeds N|A,B
 etude train -c --config --train_config --train-config CONFIG
 etude train -m --mode self-hosted|training-service
 etude train -r --run-nexrl
@@ -21,11 +26,31 @@ etude train -t --tag NAME
 etude resume RUN KEY=VALUE?
 etude check CONFIG KEY=VALUE?
 etude check --json
+etude sweep CONFIG KEY=WHAT?
+etude sweep --jobs N
+etude sweep --metric NAME
+etude sweep --mode min|max
+etude sweep --name NAME
+etude sweep --open
+etude sweep --pruner median|asha|hyperband|none = median
+etude sweep --ray
+etude sweep --sampler tpe|random|grid|gp = tpe
+etude sweep --seed N
+etude sweep --timeout TIME
+etude sweep --trials N
 etude runs ROOT? = runs
 etude runs --json
 etude report RUN
 etude report --output -o FILE
 etude report --open
+etude compare RUN...
+etude compare --json
+etude compare --metric NAME
+etude compare --open
+etude compare --output -o FILE
+etude watch RUN?
+etude watch --open
+etude watch --port N = 8700
 etude list KIND? NAME?
 etude list --plugin MODULE
 etude list --json
@@ -40,6 +65,9 @@ etude data view DATASET
 etude data view --episode N
 etude data view --open
 etude data view --output -o FILE
+etude data view --port N = 8701
+etude data view --rerun FILE
+etude data view --serve
 etude model show FILE
 etude model show --json
 etude model show --output -o FILE
@@ -60,16 +88,20 @@ etude record --noise-share P = 1.0
 etude record --noise-steps N = 1
 etude record --option KEY=VALUE
 etude record --policy WHO = expert
+etude record --rewards
 etude record --root DIR
 etude record --seed N
 etude record --size PIXELS
+etude record --workers N
 etude evaluate POLICY
+etude evaluate --diagnose = True
 etude evaluate --env ENV
 etude evaluate --episodes N = 50
 etude evaluate --json
 etude evaluate --plugin MODULE
 etude evaluate --option KEY=VALUE
 etude evaluate --output -o DIR
+etude evaluate --samples N
 etude evaluate --seed N
 etude evaluate --slots N
 etude evaluate --split train|validation|test = test
@@ -109,16 +141,50 @@ etude serve --host ADDRESS = 127.0.0.1
 etude serve --keys FILE
 etude serve --model MODEL
 etude serve --port N = 8000
+etude serve --sessions N
 etude serve --snapshot-steps N
+etude act POLICY
+etude act --budget-ms MS
+etude act --env ENV
+etude act --episodes N = 1
+etude act --hold repeat|zero
+etude act --images video|image = video
+etude act --json
+etude act --lead N
+etude act --limits robot|data = robot
+etude act --max-age-ms MS
+etude act --max-misses N = 25
+etude act --max-speed X
+etude act --plugin MODULE
+etude act --rate HZ
+etude act --record DIR
+etude act --robot ROBOT = simulated
+etude act --robot-option KEY=VALUE
+etude act --seconds S
+etude act --seed N
+etude act --steps N
+etude act --strict-limits
+etude act --task TEXT
+etude act --watchdog-s S = 1.0
+etude act --which best|last|STEP = auto
 etude serve-policy POLICY
 etude serve-policy --host ADDRESS = 127.0.0.1
 etude serve-policy --key TEXT
 etude serve-policy --port N = 8765
 etude serve-policy --which best|last|STEP = auto
 etude export POLICY
-etude export --format torch|onnx|pretrained|components = torch
+etude export --format torch|onnx|pretrained|components|lerobot = torch
 etude export --output -o DIR
 etude export --which best|last|STEP = auto
+etude push POLICY OWNER/NAME
+etude push --private
+etude push --revision BRANCH
+etude push --which best|last|STEP = auto
+etude pull OWNER/NAME
+etude pull --output -o DIR
+etude pull --revision NAME
+etude import DIR
+etude import --output -o DIR
 etude new trainer NAME
 etude new trainer --dir DIR = .
 """
@@ -156,3 +222,12 @@ def test_every_command_and_option_has_help() -> None:
         ]
 
     assert silent(typer.main.get_command(app), "etude") == []
+
+
+def test_help_groups_commands_by_what_one_wants_to_do() -> None:
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    panels = re.findall(r"^([A-Z][a-z ]+):$", shown, re.MULTILINE)
+    assert panels == ["Options", *ORDER], "each command has its panel"
+    assert set(re.findall(r"^  ([a-z][a-z-]*) +[A-Z]", shown, re.MULTILINE)) == set(
+        typer.main.get_command(app).commands
+    )  # type: ignore[attr-defined]

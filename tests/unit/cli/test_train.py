@@ -12,9 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from etude.cli.main import app, main
+from etude.cli.train import _figures
+from etude.config.build import build, name_after
+from etude.config.load import load
 from etude.errors import ConfigError, EtudeError
-from etude.runs.directory import Run
+from etude.runs.directory import Run, resolve_run
 from etude.runs.metrics import read_metrics
+from etude.types import Result as TrainingResult
 from tests.processes import run_forked
 
 runner = CliRunner()
@@ -79,6 +83,15 @@ def test_a_run_is_trained_lengthened_and_left_in_one_place(folder: Path) -> None
     assert [row["step"] for row in read_metrics(run.metrics_path) if "train/loss" in row] == [2, 4, 6, 8]
 
 
+def test_runs_are_named_after_their_config(folder: Path) -> None:
+    (folder / "x.yaml").write_text(CONFIG.replace("run: {name: tiny}\n", ""))
+    trainer = build(load("x.yaml"))
+    assert (trainer.run_request, trainer.name) == (None, "x")
+    assert [resolve_run(None, root="runs", name=trainer.name).name for _ in range(2)] == ["x", "x-2"]
+    assert name_after("runs/x/config.yaml") == "x", "the stored configuration of a run"
+    assert name_after("configs/rl/digits-grpo.yaml") == "digits-grpo"
+
+
 @pytest.mark.slow
 def test_bad_input_ends_in_a_sentence_and_a_code(folder: Path) -> None:
     done = etude("train", "x.yaml", "training.lrr=1")
@@ -103,7 +116,9 @@ def test_a_signal_saves_and_ends_with_its_code(folder: Path, signum: int, code: 
     child.send_signal(signum)
     out, err = child.communicate(timeout=60)
     assert child.returncode == code
-    assert f"etude: interrupted by {signal.Signals(signum).name}" in err
+    step = Run(Path("runs/tiny")).status()["step"]
+    how = f"saved at step {step}, go on with: etude resume tiny"
+    assert f"etude: interrupted by {signal.Signals(signum).name}; {how}" in err
     assert "Traceback" not in err
     run = Run(Path("runs/tiny"))
     assert run.state() == "interrupted"
@@ -121,3 +136,13 @@ def test_the_command_runs_under_torchrun(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("reached step 6") == 1
     assert Run(Path("runs/tiny")).state() == "finished"
+
+
+def test_a_result_leads_with_the_reward_and_its_best(folder: Path) -> None:
+    run = Run(Path("runs/chat"))
+    with run.metrics() as metrics:
+        for step, reward in ((5, 0.25), (10, 0.75), (15, 0.5)):
+            metrics.write(step, {"train/loss": 0.0, "train/clip_fraction": 0.125, "train/reward": reward})
+    last = {"train/loss": 0.0, "train/clip_fraction": 0.125, "train/reward": 0.5, "lr/policy": 1e-3}
+    shown = _figures(TrainingResult(15, last, run.dir, None, None))
+    assert shown == ["train/reward 0.5 (best 0.75 at step 10)", "train/clip_fraction 0.125", "train/loss 0"]

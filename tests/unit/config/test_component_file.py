@@ -517,7 +517,7 @@ def test_components_are_exported_as_files(tmp_path: Path) -> None:
     export_source(str(trained.run.dir), tmp_path / "out", kind="components", which="auto")
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     weights_of = [f"{name}.safetensors" for name in ("action_decoder", "head_backbone", "info_embedder")]
-    assert names == sorted([*weights_of, "dataset_stats.json"])
+    assert names == sorted([*weights_of, "dataset_stats.json", "README.md"])
     policy = build(read(f"train.load_dir={tmp_path / 'out'}")).policy
     assert same(weights(policy), weights(trained.policy))
 

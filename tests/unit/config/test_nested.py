@@ -48,6 +48,15 @@ POLICY = "policy: mlp\nengine: torch\nloggers: []\n"
             "data: text\ncallbacks: [{type: evaluate_rewards, params: {tasks: {type: addition, params: {x: 1}}}}]",
             "callbacks.0.params.tasks.params.x: unknown key",
         ),
+        (
+            "data: digits\npolicy: {type: mlp, params: {derived: {gap: {diference: [a, b], scale: 1}}}}",
+            "policy.params.derived.gap.diference: unknown key; did you mean 'difference'?",
+        ),
+        ("data: digits\npolicy: {type: mlp, params: {derived: {gap: {numbers: a}}}}", "derived.gap"),
+        (
+            "data: digits\npolicy: {type: mlp, params: {derived: {gap: {numbers: a, scale: wide}}}}",
+            "policy.params.derived.gap.scale: expected a",
+        ),
         ("data: digits\npolicy: {type: language, params: {path: x, lora: {rnk: 4}}}", "lora.rnk: unknown key; did you"),
         ("data: digits\npolicy: {type: language, params: {tiny: {layer: 4}}}", "tiny.layer: unknown key; did you"),
     ],

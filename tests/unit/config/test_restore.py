@@ -16,6 +16,7 @@ from etude.config.restore import load_policy
 from etude.data.windows import Windows
 from etude.errors import CheckpointError
 from etude.policies.mlp import MLP
+from etude.policies.origin import PolicyOrigin, origin_of
 
 CONFIG = """\
 policy: {type: mlp, params: {hidden: [8]}}
@@ -58,6 +59,9 @@ def test_the_best_is_taken_unless_another_is_asked_for(run: Path) -> None:
     assert torch.equal(weights["auto"], weights["4"])  # without evaluation there is no best
     assert torch.equal(weights["last"], weights["4"])
     assert not torch.equal(weights["2"], weights["4"])
+    assert str(origin_of(load_policy(run))) == "last checkpoint, step 4"
+    assert str(origin_of(load_policy(run, "2"))) == "step 2"
+    assert origin_of(load_policy(run / "checkpoints/last")) == PolicyOrigin(run.resolve(), 4)
     with pytest.raises(CheckpointError, match="no checkpoint of step 3"):
         load_policy(run, "3")
 

@@ -176,7 +176,7 @@ def test_a_plugin_that_cannot_be_loaded_is_named_with_its_place(config: Config, 
 
 def test_the_schema_can_be_exported() -> None:
     schema = ExperimentConfig.model_json_schema()
-    assert set(schema["required"]) == {"policy", "data"}
+    assert set(schema["required"]) == {"policy"}
     assert schema["additionalProperties"] is False
     texts, mapping = schema["$defs"]["Component"]["anyOf"]
     assert texts["type"] == "string"

@@ -23,6 +23,10 @@ from tests.unit.deploy.serving import act_alone, built, make_spec, see, serving
 
 SMALL_ACT = {"dim_model": 16, "n_heads": 2, "dim_feedforward": 16, "n_encoder_layers": 1, "n_vae_encoder_layers": 1}
 SMALL_UNET = {"horizon": 8, "n_obs_steps": 2, "n_action_steps": 3, "down_dims": [16]}
+DERIVED = {
+    "gap": {"difference": ["observation.state.[01]", "observation.state.[34]"], "scale": 0.5},
+    "speed": {"velocity": "observation.state.?", "scale": 0.5},
+}
 pytestmark = pytest.mark.slow  # tracing takes seconds
 
 
@@ -31,6 +35,7 @@ def policies() -> dict[str, PolicyModule]:
         "queue": ACT(chunk_size=6, n_action_steps=4, **SMALL_ACT),
         "ensemble": ACT(chunk_size=6, temporal_ensemble_coeff=0.01, **SMALL_ACT),
         "history and latency": MLP(hidden=[16], chunk_size=5, n_obs_steps=2, latency_steps=1),
+        "derived": MLP(hidden=[16], chunk_size=5, n_obs_steps=2, derived=DERIVED, observed=["gap", "speed"]),
         "flow": FlowMatching(num_inference_steps=3, **SMALL_UNET),
         "diffusion": Diffusion(num_inference_steps=3, sampler="ddim", **SMALL_UNET),
     }
@@ -50,7 +55,7 @@ def test_exported_actions_are_the_modules(name: str, kind: str, tmp_path: Path) 
     for seed in (0, 1):
         episode = see(spec, 13, seed)
         np.testing.assert_allclose(act_alone(exported, episode), act_alone(policy, episode), rtol=0, atol=1e-5)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([done.file.name, "manifest.json"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([done.file.name, "manifest.json", "README.md"])
 
 
 @pytest.mark.parametrize("kind", ["torch", "onnx"])

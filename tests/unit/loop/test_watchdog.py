@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from etude.errors import RankError
+from etude.loop import board
 from etude.loop import watchdog as module
 from etude.loop.distributed import Group
 from etude.loop.watchdog import Pulse, Watchdog, _is_alive
@@ -134,3 +141,142 @@ def test_a_process_that_got_the_id_of_a_dead_one_is_another() -> None:
     assert started is not None
     assert _is_alive(os.getpid(), started)
     assert not _is_alive(os.getpid(), str(int(started) - 1))
+
+
+class Counted:
+    """A store that counts the messages of the rank that uses it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.calls: list[str] = []
+        self.nbytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def counted(*args: Any) -> Any:
+            self.calls.append(name)
+            found = call(*args)
+            answers = found if isinstance(found, list) else [found]
+            self.nbytes += sum(len(part) for part in [*args, *answers] if isinstance(part, str | bytes))
+            return found
+
+        return counted
+
+
+def count_messages(out: Path, beats: int = 6) -> None:
+    """Watch until a rank has spoken often enough, and write down how many messages each time took."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, rank == 0)  # type: ignore[attr-defined]
+    watchdog = Watchdog(rank, world, Pulse(), None)
+    with watchdog:
+        store = watchdog._board._store = Counted(watchdog._board._store)
+        deadline = time.monotonic() + 60
+        while store.calls.count("set") <= beats and time.monotonic() < deadline:
+            time.sleep(0.01)
+        calls = list(store.calls)
+        server.add("counted", 1)
+        while server.add("counted", 0) < world and time.monotonic() < deadline:
+            time.sleep(0.05)
+    whole = calls[calls.index("set") : len(calls) - 1 - calls[::-1].index("set")]  # from one beat to another
+    (out / f"{rank}.json").write_text(json.dumps([len(whole), whole.count("set")]))
+
+
+def messages_per_beat(folder: Path, world: int) -> list[float]:
+    folder.mkdir()
+    assert run_ranks(partial(count_messages, folder), world) == [0] * world
+    counts = [json.loads(path.read_text()) for path in folder.iterdir()]
+    assert len(counts) == world
+    return [calls / beats for calls, beats in counts]
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param((3, 8), marks=pytest.mark.slow), pytest.param((8, 32), marks=pytest.mark.nightly)]
+)
+def test_messages_of_a_rank_do_not_grow_with_ranks(
+    ranks: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "INTERVAL_S", 0.1)
+    few, many = (messages_per_beat(tmp_path / str(number), number) for number in ranks)
+    assert min(few) == max(few) == min(many) == max(many) == 2, "a report, and an answer"
+
+
+def on_hosts(names: str, work: Callable[[Watchdog, int], None], limit_s: float | None = None) -> list[int]:
+    """Run ranks that believe to be on different hosts: one letter of the names is one rank's."""
+
+    def start() -> None:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        socket.gethostname = lambda: names[rank]
+        group = Group.join("cpu")
+        with Watchdog(rank, world, Pulse(longest_step_s=0.1), limit_s) as watchdog:
+            group.barrier()
+            work(watchdog, rank)
+
+    return run_ranks(start, len(names))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(board, "FAN_OUT", 1)  # hosts in a line: the longest way that a word can take
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", range(6))
+def test_a_death_on_any_host_is_told_to_all(victim: int, impatient: None, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(watchdog: Watchdog, rank: int) -> None:
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    codes = on_hosts("aabbcc", work)
+    # Rank 0 holds the store: with it goes the way to tell.
+    assert codes == [-signal.SIGKILL if rank == victim else RankError.exit_code for rank in range(6)]
+    err = capfd.readouterr().err
+    assert err.count(f"rank {victim} died in phase") == 5 or (victim == 0 and err.count("rank 0 ") == 5)
+
+
+@pytest.mark.slow
+def test_a_lost_host_is_told_to_all(
+    impatient: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "DEAD_AFTER_S", 3.0)
+
+    def work(watchdog: Watchdog, rank: int) -> None:
+        if rank in (2, 3):  # of a host that is gone, nobody hears anything, nor sees its processes
+            watchdog._done.set()
+            watchdog._thread.join()
+        time.sleep(8 if rank in (2, 3) else 60)
+        os._exit(0)
+
+    assert on_hosts("aabbcc", work) == [6, 6, 0, 0, 6, 6]
+    err = capfd.readouterr().err
+    assert "rank 2 died in phase" in err or "rank 3 died in phase" in err
+
+
+@pytest.mark.slow
+def test_collectives_that_do_not_match_are_found_across_hosts(
+    impatient: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def work(watchdog: Watchdog, rank: int) -> None:
+        watchdog.pulse.enter("sync")
+        watchdog.pulse.step = 7
+        time.sleep(60)
+
+    assert on_hosts("abcab", work, limit_s=1.0) == [RankError.exit_code] * 5
+    err = capfd.readouterr().err
+    assert "all ranks hang in phase 'sync'" in err and "rank 3 at step 7" in err
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_are_not_blamed_for_the_one_that_hangs(
+    impatient: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def work(watchdog: Watchdog, rank: int) -> None:
+        watchdog.pulse.enter("data" if rank == 3 else "sync")
+        time.sleep(60)
+
+    assert on_hosts("aabb", work, limit_s=1.0) == [RankError.exit_code] * 4
+    err = capfd.readouterr().err
+    assert "rank 3 hangs in phase 'data'" in err
+    assert not any(f"rank {rank} hangs" in err for rank in (0, 1, 2))

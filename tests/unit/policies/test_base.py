@@ -204,7 +204,9 @@ def test_a_saved_policy_is_complete(tmp_path: Path) -> None:
     policy.build(make_spec())
     policy.set_execution(n_action_steps=2, temporal_ensemble_coeff=0.05, latency_steps=1)
     policy.save_pretrained(tmp_path / "saved")
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+        "README.md", "config.json", "model.safetensors",
+    ]  # fmt: skip
     for loader in (PolicyModule, Linear, Plain):
         loaded = loader.from_pretrained(tmp_path / "saved")
         assert type(loaded) is Plain and not loaded.training

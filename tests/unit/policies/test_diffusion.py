@@ -27,6 +27,8 @@ KINDS: dict[str, tuple[type[GenerativePolicy], dict[str, Any]]] = {
     "flow-unet": (FlowMatching, {"head": "unet"}),
     "flow-dit": (FlowMatching, {"head": "dit", "solver": "midpoint"}),
     "flow-transformer": (FlowMatching, {"head": "transformer"}),
+    "diffusion-mlp": (Diffusion, {**SHORT, "head": "mlp"}),
+    "flow-mlp": (FlowMatching, {"head": "mlp"}),
 }
 
 
@@ -267,7 +269,7 @@ def test_clipping_needs_bounded_actions(mode: str) -> None:
         ({"num_inference_steps": 0}, "num_inference_steps must be between 1 and"),
         ({"num_inference_steps": 101}, "between 1 and num_train_timesteps"),
         ({"horizon": 15}, "horizon 15 must be a multiple of 2"),
-        ({"head": "mlp"}, "one of unet, transformer, dit"),
+        ({"head": "rnn"}, "one of unet, transformer, dit, mlp"),
         ({"n_action_steps": 16}, "between 1 and the 15 actions"),
         ({"n_obs_steps": 17}, "leaves none for the future"),
     ],

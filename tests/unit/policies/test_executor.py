@@ -101,6 +101,20 @@ def test_a_chunk_computed_while_the_robot_moves_is_delivered_late() -> None:
         executor.deliver(0, np.arange(6.0), elapsed_steps=6)
 
 
+def test_after_a_late_chunk_the_next_is_wanted_as_if_it_had_been_in_time() -> None:
+    executor = ActionExecutor(6, n_action_steps=3)
+    executor.schedule(0, np.arange(6.0))
+    assert (executor.planned(0), executor.until_due(0)) == (6, 3)
+    for _ in range(3):
+        executor.next_action(0)
+    assert (executor.planned(0), executor.until_due(0), executor.is_due(0)) == (3, 0, True)
+    executor.next_action(0)
+    executor.deliver(0, np.arange(6.0), elapsed_steps=1)
+    assert (executor.planned(0), executor.until_due(0)) == (5, 2)
+    executor.deliver(0, np.arange(6.0), elapsed_steps=5)
+    assert (executor.planned(0), executor.until_due(0)) == (1, 0)
+
+
 # ---- slots -----------------------------------------------------------------------------------------------------------
 
 

@@ -117,6 +117,11 @@ def test_visited_steps_start_at_the_noisiest(total: int, wanted: int) -> None:
         assert steps == list(range(total - 1, -1, -1))
 
 
+def test_the_steps_of_diffusers_are_multiples_from_the_cleanest_on() -> None:
+    assert inference_steps(100, 5, like_diffusers=True) == [80, 60, 40, 20, 0]
+    assert inference_steps(20, 6, like_diffusers=True) == [15, 12, 9, 6, 3, 0]
+
+
 @pytest.mark.parametrize("wanted", [0, 101])
 def test_more_steps_than_trained_are_refused(wanted: int) -> None:
     with pytest.raises(ConfigError, match="between 1 and num_train_timesteps \\(100\\)"):

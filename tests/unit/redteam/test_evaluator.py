@@ -16,6 +16,7 @@ from etude.rollouts.graph import Graph, Node, Sampler
 from etude.simulation.results import wilson_interval
 from tests.unit.redteam.test_scorers import Letters
 from tests.unit.redteam.tiny_models import Share, make_sampler
+from tests.unit.runs.strict_page import Page
 
 
 class Told:
@@ -81,6 +82,25 @@ def test_a_result_is_json_and_a_page_that_runs_nothing(tmp_path: Path) -> None:
         assert word in page
     quiet = ASTEvaluator.write_html(evaluate(threshold=2.0), tmp_path / "quiet.html").read_text()
     assert "No response reached the threshold" in quiet and "Baseline" not in quiet
+
+
+def test_the_page_shows_what_was_said_as_reports_of_runs_do(tmp_path: Path) -> None:
+    result, baseline = evaluate(), evaluate()
+    for talk in baseline["conversations"]:
+        for turn in talk["turns"]:
+            turn["probe"] = "as before"
+    page = Page(ASTEvaluator.write_html(result, tmp_path / "page.html", baseline=baseline).read_text())
+    texts = [text.strip() for text in page.text if text.strip()]
+    said = texts[texts.index("What was said", texts.index("What was said") + 1) :]
+    marks = [text for text in said if text in ("Auditor", "Baseline", "best", "worst", "random")]
+    assert marks == ["Auditor", "best", "worst", "random", "Baseline", "best", "worst", "random"]
+    assert [text for text in said if text.startswith("start ")] == ["start 0", "start 1", "start 2"]
+    first = said[said.index("start 0") : said.index("start 1")]
+    assert first == [
+        "start 0", "baseline", "0.7", *["as before", "<b>answer</b> 0"] * 3,
+        "auditor", "0.7", "x", "<b>answer</b> 0", "xx", "<b>answer</b> 0", "xxx", "<b>answer</b> 0",
+    ]  # fmt: skip
+    assert "b" not in [tag for tag, fields in page.tags if fields], "what was said is no markup"
 
 
 def test_texts_that_the_reward_scored_are_not_scored_again() -> None:

@@ -18,7 +18,8 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed (extra: llm)")
 
 from etude import Callback, Trainer, TrainingConfiguration
-from etude.algorithms.grpo import GRPO
+from etude.algorithms.grpo import CISPO, DRO, GRPO
+from etude.algorithms.policy_gradient import BEHIND_CAP
 from etude.algorithms.reinforce import ReMax
 from etude.errors import ConfigError, RolloutError
 from etude.policies.language import LanguageModel
@@ -109,21 +110,41 @@ def test_rollouts_are_drawn_with_weights_exactly_one_version_old_and_carry_their
         assert step == 0 or old != present
 
 
-def test_ratios_are_taken_against_the_policy_that_drew() -> None:
+@pytest.mark.parametrize(
+    "algorithm", [{"objective": "importance_sampling"}, {}, {"epochs": 2}], ids=["plain", "clip", "clip, two updates"]
+)
+def test_ratios_are_taken_against_the_policy_that_drew(algorithm: Any) -> None:
     kept = KeepRows()
     seen = []
 
     class Watched(GRPO):
         def experience(self, policy: Any, batch: Any, *, rows: int | None = None) -> Any:
-            drawn = batch["old_log_probs"].clone()
+            drawn, present = batch["old_log_probs"].clone(), policy.log_probs(batch)
             found = super().experience(policy, batch, rows=rows)
-            assert torch.equal(found["old_log_probs"], drawn)
-            seen.append((policy.log_probs(batch) - drawn).abs().max().item())
+            assert torch.equal(found["rollout_log_probs" if self.objective == "clip" else "old_log_probs"], drawn)
+            if self.epochs > 1:  # the clip is around the weights at the beginning of the step
+                torch.testing.assert_close(found["old_log_probs"], present, rtol=0, atol=1e-5)
+            seen.append((present - drawn).abs().max().item())
             return found
 
-    make(algorithm=Watched(), callbacks=[kept]).fit()
+    make(algorithm=Watched(**algorithm), callbacks=[kept]).fit()
     assert seen[0] < 1e-5 and min(seen[1:]) > 1e-3
-    assert kept.rows[0]["train/old_kl"] < 1e-9 and all(row["train/old_kl"] > 1e-6 for row in kept.rows[1:])
+    distance = "train/old_kl" if "objective" in algorithm else "train/drawer_kl"
+    assert kept.rows[0][distance] < 1e-9 and all(row[distance] > 1e-6 for row in kept.rows[1:])
+
+
+def test_the_clip_does_not_forbid_what_the_step_before_has_done() -> None:
+    """After a large update the ratio to the weights that drew is far from 1: no token may lose its gradient for it."""
+    kept = KeepRows()
+    make(callbacks=[kept], config={"lr": 0.05}).fit()
+    assert max(row["train/drawer_kl"] for row in kept.rows) > 0.05
+    assert all(row["train/clip_fraction"] == 0 for row in kept.rows)
+    assert all(0 < row["train/tis_weight"] <= BEHIND_CAP for row in kept.rows)
+    for weighs in (CISPO(), DRO()):  # these weigh the distance to whoever drew already
+        rows = KeepRows()
+        make(algorithm=weighs, callbacks=[rows]).fit()
+        assert "train/tis_weight" not in rows.rows[-1]
+        assert rows.rows[-1]["train/old_kl"] > 1e-6
 
 
 def test_without_it_nothing_is_drawn_ahead_kept_or_counted(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_an_episode_is_a_trajectory_of_its_steps() -> None:
             rewards.append(outcome.reward)
         assert outcome.done and trajectory.terminated == outcome.terminated == (not trajectory.truncated)
         np.testing.assert_array_equal(trajectory[STATE].numpy(), np.stack(seen[:-1]))
-        assert trajectory.token_level_scores == rewards and trajectory.success == outcome.success
+        assert trajectory.token_level_scores == rewards and trajectory.success == bool(outcome.success)
         assert trajectory.reward == pytest.approx(sum(rewards))
         values = policy.value({STATE: torch.from_numpy(np.stack(seen))}).tolist()
         assert trajectory["values"] == pytest.approx(values[:-1], abs=1e-6)

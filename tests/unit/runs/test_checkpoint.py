@@ -278,9 +278,9 @@ def _rewrite_manifest(path: Path, **changes: Any) -> None:
 def test_a_newer_schema_is_refused_with_a_hint_and_not_passed_over(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(state(1), step=1, wait=True)
-    _rewrite_manifest(store.save(state(2), step=2, wait=True), schema_version=3)
+    _rewrite_manifest(store.save(state(2), step=2, wait=True), schema_version=4)
     for which in ("last", 2, tmp_path / "step-00000002"):
-        with pytest.raises(CheckpointError, match=r"schema version 3.*reads up to 2; upgrade") as caught:
+        with pytest.raises(CheckpointError, match=r"schema version 4.*reads up to 3; upgrade") as caught:
             store.load(which)
         assert not isinstance(caught.value, DamagedCheckpointError)
     store.save(state(3), step=3, wait=True)

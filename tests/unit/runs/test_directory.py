@@ -116,8 +116,10 @@ def test_runs_are_listed_newest_first_with_what_matters(tmp_path: Path) -> None:
 
 def test_new_runs_never_share_a_directory(tmp_path: Path) -> None:
     runs = [Run.create(tmp_path, "my policy/1") for _ in range(5)]
-    assert len({run.dir for run in runs}) == 5
-    assert all("my-policy-1" in run.name and run.dir.is_dir() for run in runs)
+    assert [run.name for run in runs] == ["my-policy-1", *(f"my-policy-1-{number}" for number in range(2, 6))]
+    assert all(run.dir.is_dir() for run in runs)
+    unnamed = [Run.create(tmp_path) for _ in range(2)]
+    assert len({run.dir for run in unnamed}) == 2 and all("-run" in run.name for run in unnamed)
 
 
 def test_runs_are_found_by_name_path_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

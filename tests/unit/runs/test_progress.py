@@ -69,12 +69,40 @@ def test_other_ranks_say_nothing() -> None:
     assert stream.getvalue() == ""
 
 
-def test_loss_comes_first_and_housekeeping_is_left_out() -> None:
+def test_what_matters_comes_first_and_housekeeping_is_left_out() -> None:
     row = {"epoch": 1.0, "eval/accuracy": 0.5, "train/accuracy": 0.4, "grad_norm/policy": 2.0, "train/loss": 0.1}
-    assert list(shown_metrics(row)) == ["loss", "accuracy", "eval/accuracy"]
+    assert list(shown_metrics(row)) == ["eval/accuracy", "train/loss", "train/accuracy"]
+    assert next(iter(shown_metrics(row, {"best_metric": "train/accuracy"}))) == "train/accuracy"
 
 
-def test_a_terminal_shows_one_live_line_and_ends_clean(terminal: Terminal) -> None:
+def test_training_from_rewards_shows_the_reward_and_its_best(terminal: Terminal) -> None:
+    clock = Clock()
+    with ProgressDisplay(stream=terminal, clock=clock) as display:
+        for step, reward in ((10, 0.25), (20, 0.75), (30, 0.5)):
+            clock.now = step
+            row = {"train/loss": 0.0, "train/reward": reward, "train/kl": 0.01, "train/clip_fraction": 0.125}
+            display.update(step, 60, row, rate=4.0)
+    shown = ESCAPES.sub("", terminal.getvalue()).splitlines()
+    assert "reward 0.5 (best 0.75 at 20)  kl 0.01  clip_fraction 0.125  loss 0" in shown
+    plain = plain_line(30, 60, {"train/loss": 0.0, "train/reward": 0.5}, 4.0, None)
+    assert plain == "step 30/60  reward 0.5  loss 0  4 steps/s  ETA 0:08"
+
+
+@pytest.mark.parametrize("columns", [80, 50])
+def test_both_lines_fit_the_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    metrics = {f"train/a_rather_long_name_{index}": index / 7 for index in range(4)} | {"eval/success": 0.123456}
+    with ProgressDisplay(stream=terminal) as display:
+        display.update_part(123456, 1_000_000, "turns 12/28")
+        display.update(123456, 1_000_000, metrics, rate=1234.5, eta=123456.0)
+    lines = ESCAPES.sub("", terminal.getvalue()).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= columns
+    assert any(line.startswith("eval/success 0.1235 (best 0.1235 at 123456)") for line in lines)
+    if columns == 80:
+        assert any("123456/1000000" in line and "ETA" in line for line in lines)
+
+
+def test_a_terminal_shows_a_live_bar_and_ends_clean(terminal: Terminal) -> None:
     display = ProgressDisplay(stream=terminal)
     display.update(500, 1000, {"train/loss": 0.25}, rate=100.0)
     display.message("checkpoint saved [step 500]")
@@ -83,7 +111,8 @@ def test_a_terminal_shows_one_live_line_and_ends_clean(terminal: Terminal) -> No
     raw = terminal.getvalue()
     text = ESCAPES.sub("", raw)
     assert "500/1000" in text
-    assert "loss 0.25  100 steps/s  ETA 0:05" in text
+    assert "100 steps/s  ETA 0:05" in text
+    assert "loss 0.25" in text
     assert "checkpoint saved [step 500]" in text
     assert raw.endswith("\n")
     assert "\x1b[?25l" not in raw, "the cursor was hidden: a killed run would leave the terminal without one"
@@ -95,7 +124,9 @@ def test_the_last_state_is_shown_even_if_it_came_between_refreshes(terminal: Ter
     display.update(1, 1000, {"loss": 3.0})
     display.update(1000, 1000, {"loss": 0.125})
     display.close()
-    assert "1000/1000 loss 0.125" in ESCAPES.sub("", terminal.getvalue())
+    lines = [line.rstrip() for line in ESCAPES.sub("", terminal.getvalue()).splitlines()]
+    assert lines[-1] == "loss 0.125 (best 0.125 at 1000)"
+    assert lines[-2].endswith("1000/1000")
 
 
 def test_a_terminal_is_repainted_at_most_ten_times_a_second(terminal: Terminal) -> None:
@@ -192,3 +223,11 @@ def test_a_long_step_shows_its_parts_after_a_silence() -> None:
     now[0] = 12.0
     display.update_part(1, None, "turns 1/8")
     assert stream.getvalue().splitlines() == ["step 1/10: turns 2/8", "step 1/10: turns 4/8", "step 1/10  loss 0.5"]
+
+
+def test_a_run_that_acts_while_it_learns_shows_how_acting_goes() -> None:
+    names = ["buffer_episodes", "buffer_frames", "env_steps", "success", "updates_per_env_step", "weights_age"]
+    shown = shown_metrics({"train/loss": 1.0, **{f"train/online/{name}": 2.0 for name in names}})
+    assert next(iter(shown)) == "train/online/success"
+    wanted = {"success", "buffer_frames", "weights_age", "updates_per_env_step"}
+    assert shown.keys() == {"train/loss", *(f"train/online/{name}" for name in wanted)}

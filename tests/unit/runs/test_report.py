@@ -21,7 +21,7 @@ from etude.runs import charts
 from etude.runs.charts import Series, downsample, format_step, linear_ticks, log_ticks, plan_chart, smooth
 from etude.runs.manifest import Manifest
 from etude.runs.page import render
-from etude.runs.report import write_report
+from etude.runs.report import plan_tiles, read_facts, write_report
 from tests.unit.runs.strict_page import Page
 
 
@@ -97,8 +97,9 @@ def test_a_full_run_shows_figures_curves_checkpoints_config_and_environment(tmp_
     ):
         assert expected in text
     assert "best 1 at step 60" in text
+    assert "min 0.02, max 0.2" not in text, "training and evaluation are in one chart"
     titles = re.findall(r"Curve of ([^:]+):", " ".join(page.attributes("aria-label")))
-    assert titles == ["train/loss", "eval/loss", "learning rate", "gradient norm", "time/step_ms", "success"]
+    assert titles == ["loss", "learning rate", "gradient norm", "time/step_ms", "success"]
     assert [name for name in page.attributes("class") if name.startswith("tag")] == ["tag last", "tag best"]
 
 
@@ -279,3 +280,42 @@ def test_any_values_can_be_drawn(values: list[float]) -> None:
     numbers = [float(found) for d in re.findall(r' d="M([^"]+)"', drawn) for found in re.findall(r"-?\d+\.\d", d)]
     assert "nan" not in drawn
     assert all(-1 <= number <= charts.WIDTH + 1 for number in numbers)
+
+
+def test_first_points_that_dwarf_a_curve_do_not_set_its_scale() -> None:
+    values = [1e6, 5e4, *(2.0 - index / 100 for index in range(98))]
+    chart = plan_chart("loss", [Series("loss", range(100), values)])
+    assert chart["beyond"] == "2 points beyond the scale, the furthest 1,000,000; the logarithmic scale shows all"
+    labels = [float(text.replace(",", "")) for _, text in chart["scales"]["linear"]["rows"]]
+    assert max(labels) < 3
+    curve = chart["scales"]["linear"]["curves"][0]["path"]
+    assert all(charts.TOP <= float(y) <= charts.HEIGHT - charts.BOTTOM for y in re.findall(r" (-?[\d.]+)", curve))
+    assert "beyond the scale" in render("runs/chart.html", chart=chart)
+
+
+@pytest.mark.parametrize(
+    "values", [[2.0, *([1.0, 1.1] * 20)], [*([1.0, 1.1] * 20), 90.0], [9.0, 1.0, 1.0], [5.0, *([1.0] * 50)]]
+)
+def test_a_scale_holds_everything_else(values: list[float]) -> None:
+    """A fall of a few times, a leap at the end, a few points, a curve that is flat after its first point."""
+    chart = plan_chart("loss", [Series("loss", range(len(values)), values)])
+    expected = "1 point beyond" if len(values) == 41 and values[0] == 2.0 else ""
+    assert chart["beyond"].startswith(expected) and bool(chart["beyond"]) == bool(expected)
+
+
+def test_the_tiles_lead_with_what_matters(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "train/loss": 0.0, "train/reward": reward, "train/kl": 0.1, "lr/policy": 1e-3}
+        for step, reward in ((5, 0.25), (10, 0.75), (15, 0.5))
+    ]
+    facts = read_facts(make_run(tmp_path / "run", rows))
+    tiles = plan_tiles(facts)
+    assert tiles[0] == ("train/reward", "0.5", "best 0.75 at 10")
+    assert [title for title, *_ in tiles[1:]] == ["train/kl", "train/loss", "Steps"]
+
+
+def test_a_band_is_drawn_about_its_curve() -> None:
+    line = Series("a", [0, 1, 2], [1.0, 2.0, 3.0], [0.5, 1.0, 2.0], [2.0, 3.0, 4.0])
+    drawn = render("runs/chart.html", chart=plan_chart("reward", [line]))
+    (band,) = set(re.findall(r'class="band" d="([^"]+)"', drawn[: drawn.index('class="log"')]))
+    assert band.count("L") == 5 and band.endswith("Z")

@@ -167,8 +167,22 @@ def test_the_hand_alone_may_be_the_state() -> None:
     for one, other in zip(everything[1:], some[1:], strict=True):
         full, part = one[0]["observation.state"], other[0]["observation.state"]
         assert np.array_equal(part, full[[0, 1, 2, 3, 18, 19, 20, 21]])
-    with pytest.raises(ConfigError, match="full or hand"):
+    with pytest.raises(ConfigError, match="full, hand or relative"):
         MetaWorld("reach", state="half")  # type: ignore[arg-type]
+
+
+def test_the_state_may_tell_where_things_are_from_the_hand() -> None:
+    whole, related = MetaWorld("peg-insert-side"), MetaWorld("peg-insert-side", state="relative")
+    names = related.spec["observation.state"].names or ()
+    for one, other in zip(play(whole, 0)[1:], play(related, 0)[1:], strict=True):
+        full, more = one[0]["observation.state"], dict(zip(names, other[0]["observation.state"], strict=True))
+        assert [more[name] for name in names[:39]] == full.tolist()
+        for axis in "xyz":
+            for thing, origin in (("object", "hand"), ("goal", "hand"), ("goal", "object")):
+                between = more[f"{thing}_{axis}"] - more[f"{origin}_{axis}"]
+                assert more[f"{thing}_from_{origin}_{axis}"] == pytest.approx(between, abs=1e-6)
+    spec = DataSpec({"observation.state": Feature((51,), role="state")})
+    assert options_for("metaworld/reach", spec) == {"state": "relative"}
 
 
 def test_the_experts_mostly_succeed() -> None:

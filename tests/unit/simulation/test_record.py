@@ -14,6 +14,7 @@ import pytest
 
 from etude.data.lerobot.reader import LeRobotDataset
 from etude.errors import ConfigError, DataError
+from etude.simulation import ahead
 from etude.simulation.journal import JOURNAL_NAME, Journal
 from etude.simulation.record import Noise, record
 from tests.processes import reap, spawn
@@ -52,6 +53,40 @@ def same(one: Path, other: Path) -> bool:
 def digest(root: Path) -> str:
     files = sorted(path for path in root.rglob("*") if path.is_file())
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def test_rewards_are_kept_on_request_and_a_recording_goes_on_with_them(tmp_path: Path) -> None:
+    make(tmp_path / "d", episodes=2, rewards=True)
+    make(tmp_path / "d", rewards=True)
+    columns = content(tmp_path / "d")
+    np.testing.assert_array_equal(columns["next.reward"], np.ones((len(columns["action"]), 1), np.float32))
+    with pytest.raises(DataError, match="rewards"):
+        make(tmp_path / "d", episodes=6)
+    make(tmp_path / "without")
+    assert "next.reward" not in content(tmp_path / "without")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"policy": stumble}, {"policy": stumble, "keep_failures": True, "rewards": True}])
+def test_processes_record_what_one_does(tmp_path: Path, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where attempts fail, where there are more rounds than one, and where a recording goes on."""
+    monkeypatch.setattr(ahead, "ROUND", 2)
+    names = [POLE, "gym:CartPole-v0"]
+    alone = record(names, tmp_path / "alone", episodes=5, options=OPTIONS, workers=0, **more)
+    record(names, tmp_path / "many", episodes=2, options=OPTIONS, workers=2, **more)
+    many = record(names, tmp_path / "many", episodes=5, options=OPTIONS, workers=3, **more)
+    assert (many.episodes, many.frames, many.attempts) == (alone.episodes, alone.frames, alone.attempts)
+    assert more.get("keep_failures") or many.attempts > many.episodes
+    assert same(tmp_path / "alone", tmp_path / "many")
+    journals = [json.loads((tmp_path / name / JOURNAL_NAME).read_text()) for name in ("alone", "many")]
+    assert journals[0] == journals[1]
+
+
+def test_processes_that_see_no_success_give_up_too(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="20 attempts in a row failed"):
+        make(tmp_path / "d", policy=stumble, options={**OPTIONS, "success_return": 1e9}, workers=2)
+    with pytest.raises(ConfigError, match="workers must not be negative"):
+        make(tmp_path / "e", workers=-1)
 
 
 def test_what_is_recorded_can_be_read_and_trained_on(tmp_path: Path) -> None:

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from etude.simulation.evaluate import choose_for_film, film_name
-from etude.simulation.results import EpisodeRow, EvaluationResult, Rate, wilson_interval
+from etude.simulation.results import (
+    EpisodeRow,
+    EvaluationResult,
+    Rate,
+    mean_interval,
+    student_quantile,
+    wilson_interval,
+)
 
 
 def row(env: str, episode: int, success: bool) -> EpisodeRow:
@@ -29,6 +36,24 @@ RESULT = EvaluationResult(
 )
 def test_wilsons_interval_has_its_published_values(successes: int, trials: int, low: float, high: float) -> None:
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize("freedom, quantile", [(1, 12.7062), (2, 4.3027), (3, 3.1824), (9, 2.2622), (199, 1.9720)])
+def test_students_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
+    assert student_quantile(freedom) == pytest.approx(quantile, abs=0.006)
+
+
+def test_an_environment_without_a_notion_of_success_is_told_by_its_reward() -> None:
+    rows = tuple(EpisodeRow("pole", "balance", n, n, None, 10, float(n)) for n in range(1, 6))
+    result = EvaluationResult(rows, "test", 0)
+    assert result.metrics() == {"steps": 10.0, "reward": 3.0}
+    assert result.total.reward_interval == pytest.approx((1.0368, 4.9632), abs=0.001), "3 -+ 2.7764 * 1.5811 / sqrt(5)"
+    assert str(result.total) == "mean reward 3 of 5 episodes (95 % interval 1.037 to 4.963)"
+    told = json.loads(result.to_json())
+    assert told["success"] is told["interval"] is told["successes"] is None
+    assert EvaluationResult.from_dict(told) == result
+    assert film_name(rows[0]) == "pole-001-episode.mp4"
+    assert mean_interval([1.0]) is mean_interval([1.0, float("inf")]) is None
 
 
 def test_impossible_counts_are_refused() -> None:

@@ -34,7 +34,7 @@ class LeRobotDatasetFactory:
         task_name: What the task is called; loggers name their project after it.
         cameras: Which cameras to use; None means all.
         episodes: Which episodes to use; None means all.
-        augment: Changes pictures in training: an `Augment`, or its parameters.
+        augment: Changes samples in training: an `Augment`, or its parameters.
         normalization: Whether numbers are brought to mean 0 and deviation 1 (mean_std), or to -1..1 (min_max).
         split: Serve all episodes, those for training, or those held out.
         val_fraction: Share of episodes held out where `split` is train or validation.

@@ -17,6 +17,7 @@ from etude.data.lerobot.options import ReadKeywords
 from etude.data.lerobot.source import LeRobotSource
 from etude.data.lerobot.stats import PICTURES_SAMPLED, PictureStats, Stats, column_stats, picture_stats
 from etude.data.order import Indices, Keys
+from etude.data.symmetry import RandomTurn
 from etude.data.windows import Windows, role_of
 from etude.errors import DataError
 from etude.types import DataSpec, Feature
@@ -39,7 +40,7 @@ class LeRobotDataset:
         episodes: Which episodes to serve; None means all.
         delta_timestamps: Windows in seconds by feature name, multiples of 1 / fps.
         stats_episodes: Episodes that statistics come from; those served if None.
-        augment: Changes pictures in training; see `etude.data.augment`.
+        augment: Changes samples in training; see `etude.data.augment`.
         keywords: Fields of `ReadOptions`: cameras, features, cache_gb and so on; an open source has them already.
     """
 
@@ -65,6 +66,17 @@ class LeRobotDataset:
         self.cameras = [name for name in source.columns if name in source.info.cameras]
         self._deltas = self._to_frames(delta_timestamps or {})
         self._windows = self._make_windows()
+        turned = getattr(augment, "turn", None)
+        self._turn = None if turned is None else RandomTurn(turned, DataSpec(self._plain_features()))
+
+    def _plain_features(self) -> dict[str, Feature]:
+        """Describe the features without their statistics, which take a pass over the data."""
+        described = {name: self.source.info.features[name] for name in self._described()}
+        roles = {name: "image" if name in self.cameras else role_of(name) for name in described}
+        return {
+            name: Feature(tuple(info.shape), role=roles[name], names=info.dimension_names)
+            for name, info in described.items()
+        }  # fmt: skip
 
     # -- shape --------------------------------------------------------------------------------------------------
 
@@ -132,6 +144,8 @@ class LeRobotDataset:
         if self.augment is not None:
             for number, name in enumerate(self.cameras):
                 batch[name] = self.augment(batch[name], keys, number)
+        if self._turn is not None:
+            self._turn(batch, keys)
         return batch
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import sys
 import time
@@ -18,20 +16,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.data.lerobot.cache import Cache
+from etude.data.lerobot.columns import CACHE_FORMAT, columns_key, open_columns
 from etude.data.lerobot.crosscheck import check_numbers, check_pictures, check_tasks
 from etude.data.lerobot.episodes import Episodes, read_episodes, read_task_texts
 from etude.data.lerobot.frames import Frames, ImageSource, Source, VideoSource, copy_pictures, decode_all, find_stamps
 from etude.data.lerobot.layout import BOOKKEEPING, FeatureInfo, Info, choose_features, read_info
 from etude.data.lerobot.options import ReadKeywords, ReadOptions
-from etude.data.lerobot.tables import arrow, numbers, read_table
-from etude.data.lerobot.validate import check_columns, check_manifest, default_tolerance_s, put_in_order
+from etude.data.lerobot.tables import arrow
+from etude.data.lerobot.validate import check_columns, check_manifest, default_tolerance_s
 from etude.errors import DataError
 
 log = logging.getLogger("etude.data")
 Array = NDArray[Any]
-
-_CACHE_FORMAT = 3
-"""Part of every key: raised when what is cached changes its form."""
 
 
 class LeRobotSource:
@@ -58,7 +54,7 @@ class LeRobotSource:
         videos = [file for name in chosen for file in (self.episodes.clips[name].files if self._is_video(name) else [])]
         self._hashes = self._cache.hash_files([*self.episodes.meta_files, *self._data_files, *videos])
         check_manifest(self.root, self._hashes)
-        arrays, self._order = self._open_columns()
+        arrays, self._order = open_columns(self.info, self.episodes, self._cache, self._hashes)
         tolerance = default_tolerance_s(self.info.fps) if options.tolerance_s is None else options.tolerance_s
         check_columns(arrays, self.info, self.episodes, self.tasks, tolerance)
         if options.cross_check:
@@ -76,52 +72,18 @@ class LeRobotSource:
 
     # -- numbers ------------------------------------------------------------------------------------------------
 
-    def _open_columns(self) -> tuple[dict[str, Array], Array]:
-        features = self.info.columns
-        described = {name: [feature.dtype, list(feature.shape)] for name, feature in features.items()}
-        meta = [self._hashes[path] for path in self.episodes.meta_files]
-        key = [_CACHE_FORMAT, described, meta, [self._hashes[path] for path in self._data_files]]
-        kind = f"columns_{hashlib.sha256(json.dumps(sorted(features)).encode()).hexdigest()[:8]}"
-        self._columns_key = (kind, key)
-        for attempt in (1, 2):
-            entry = self._cache.get(kind, key, self._build_columns)
-            try:
-                return _map_columns(entry)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                self._cache.drop(entry)  # somebody damaged the cache: it can be made again
-                if attempt == 2:
-                    raise DataError(f"{entry}: the cache cannot be read back ({error}); set cache_dir") from error
-        raise AssertionError
-
     def _compare_with_notes(self, arrays: dict[str, Array], *, with_time: bool) -> None:
         check_tasks(arrays["task_index"], self.tasks, self.info, self.episodes)
         # Order, tasks and, to a tenth of a frame, time are checked without statistics.
         judged = {name: values for name, values in arrays.items() if name not in BOOKKEEPING}
         if with_time:
             judged["timestamp"] = arrays["timestamp"]
-        kind, key = self._columns_key
+        kind, key = columns_key(self.info, self.episodes, self._hashes)
         # An empty entry says that these very files were compared before.
         self._cache.get(
             kind.replace("columns", "compared"), [*key, with_time],
             lambda target: check_numbers(judged, self.info, self.episodes),
         )  # fmt: skip
-
-    def _build_columns(self, target: Path) -> None:
-        features = self.info.columns
-        parts: dict[str, list[Array]] = {name: [] for name in features}
-        for path in self._data_files:
-            table = read_table(path, list(features))
-            for name, feature in features.items():
-                parts[name].append(numbers(table, feature, path))
-        columns = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-        for name in BOOKKEEPING:
-            columns[name] = columns[name].reshape(-1)
-        columns, order = put_in_order(columns, self.episodes, self.root)
-        names = {name: f"{number}.npy" for number, name in enumerate(columns)}
-        for name, file in names.items():
-            np.save(target / file, columns[name], allow_pickle=False)
-        np.save(target / "order.npy", order, allow_pickle=False)
-        (target / "columns.json").write_text(json.dumps(names))
 
     # -- cameras ------------------------------------------------------------------------------------------------
 
@@ -160,7 +122,7 @@ class LeRobotSource:
         return ImageSource(self.info, self.episodes, feature, blobs)
 
     def _key(self, feature: FeatureInfo) -> list[Any]:
-        return [_CACHE_FORMAT, self._cross_check, feature.name, list(feature.shape), self.info.fps]
+        return [CACHE_FORMAT, self._cross_check, feature.name, list(feature.shape), self.info.fps]
 
     def _file_keys(self, feature: FeatureInfo) -> list[str]:
         files = self.episodes.clips[feature.name].files if feature.dtype == "video" else self._data_files
@@ -202,12 +164,6 @@ def _chosen(info: Info, cameras: Sequence[str] | None) -> list[str]:
 
 def _slug(name: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "._" else "_" for letter in name)
-
-
-def _map_columns(entry: Path) -> tuple[dict[str, Array], Array]:
-    names = json.loads((entry / "columns.json").read_text())
-    columns = {name: np.load(entry / file, mmap_mode="c", allow_pickle=False) for name, file in names.items()}
-    return columns, np.load(entry / "order.npy", allow_pickle=False)
 
 
 def _for_training(name: str, values: Array) -> Tensor:

@@ -50,6 +50,20 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pyarrow.Tabl
         raise DataError(f"{path}: not a readable parquet file ({_short(error)}); it may be truncated") from error
 
 
+def read_episode_table(path: Path, episode: int, columns: Sequence[str]) -> pyarrow.Table:
+    """Read some columns of one episode out of a file that holds several, in the order of its frames."""
+    pa = arrow()
+    try:
+        with path.open("rb") as file:
+            wanted = ["frame_index", *columns]
+            table = pa.parquet.read_table(file, columns=wanted, filters=[("episode_index", "=", episode)])
+            return table.sort_by("frame_index")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; the dataset is not complete, so fetch or record it again") from None
+    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+        raise DataError(f"{path}: not a readable parquet file ({_short(error)}); it may be truncated") from error
+
+
 def read_schema(path: Path) -> tuple[list[str], int]:
     """Return the names of the columns and the number of rows of a parquet file, without reading its rows."""
     pa = arrow()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import threading
 from collections import OrderedDict
@@ -99,6 +100,36 @@ def join_videos(sources: Sequence[Path], target: Path, fps: float, lengths: Sequ
                     packet.stream = stream
                     output.mux(packet)
             first += length
+
+
+def cut_video(path: Path, begin_s: float, end_s: float) -> tuple[bytes, float]:
+    """Return a part of a video as an mp4 of its own, not encoded again, and when the part begins in it.
+
+    It begins earlier where there is no key frame at its beginning.
+    """
+    av = pyav()
+    buffer = io.BytesIO()
+    with _faults(path), av.open(str(path)) as container, av.open(buffer, "w", format="mp4") as output:
+        origin = container.streams.video[0]
+        base = origin.time_base
+        # A little later than asked for: rounding must not lead to the key frame before.
+        container.seek(round(begin_s / base) + 1, stream=origin, backward=True, any_frame=False)
+        stream, shift = output.add_stream_from_template(origin, opaque=True), None
+        for packet in container.demux(origin):
+            if packet.dts is None:
+                break
+            if shift is None and not packet.is_keyframe:
+                continue
+            shift = packet.dts if shift is None else shift
+            if float(packet.dts * base) >= end_s:
+                break
+            packet.pts -= shift
+            packet.dts -= shift
+            packet.stream = stream
+            output.mux(packet)
+    if shift is None:
+        raise DataError(f"{path}: there is no picture at {begin_s:.3f} s; the video is too short")
+    return buffer.getvalue(), max(0.0, begin_s - float(shift * base))
 
 
 def make_of(path: Path) -> tuple[Any, ...]:

@@ -69,7 +69,7 @@ def simulate(policy: nn.Module, request: Simulation, group: Group) -> dict[str, 
     rows: list[Any] = []
     if share:
         rows = list(evaluate_policy(policy, request.env, episodes=share, split=request.split, seed=seed).rows)
-    local = [float(len(rows)), sum(row.success for row in rows), sum(row.steps for row in rows)]
+    local = [float(len(rows)), sum(bool(row.success) for row in rows), sum(row.steps for row in rows)]
     episodes, successes, steps, reward = group.sum([*map(float, local), sum(float(row.reward) for row in rows)])
     return {
         "episodes": episodes, "success": successes / episodes, "steps": steps / episodes, "reward": reward / episodes,

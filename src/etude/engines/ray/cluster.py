@@ -9,6 +9,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,11 +18,22 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import services as ray_services
 from ray._private import worker as ray_worker
 
-from etude.errors import ConfigError, one_line
+from etude.errors import ConfigError, RankError, one_line
 
 untyped: Any = ray
+services: Any = ray_services
+START_WITHIN_S = 90.0
+"""Time for a node of a cluster of our own to start."""
+RAYS_PATIENCE_S = 31.0
+"""More than Ray itself waits for it."""
+STARTS = 3
+"""How often a node is started before we give up."""
+FREE_EVERY_MS = 50
+"""How soon Ray's store takes back what nobody holds. With Ray's second, weights and rows go to memory that nobody has
+written to yet, which takes six times as long: 100 ms for 101 MB instead of 16."""
 QUIET: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Otherwise the end of a run is noticed up to two seconds late.
@@ -107,13 +119,23 @@ def _join(address: str) -> None:
 
 
 def start(folder: Path, cpus: float, use_gpu: bool) -> None:
-    """Start a cluster that ends with this process and listens on 127.0.0.1."""
-    with _loopback_kept():
-        ray.init(
-            address="local", num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)), num_gpus=None if use_gpu else 0,
-            include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False,
-            _node_ip_address="127.0.0.1", _temp_dir=str(folder / "ray"),
-        )  # fmt: skip
+    """Start a cluster that ends with this process and listens on 127.0.0.1; try again where a node gives up."""
+    for number in range(STARTS):
+        temporary = folder / f"ray{number or ''}"
+        with _loopback_kept(), _patience(temporary):
+            try:
+                ray.init(
+                    address="local", num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)),
+                    num_gpus=None if use_gpu else 0, include_dashboard=False, logging_level=logging.ERROR,
+                    log_to_driver=False, _node_ip_address="127.0.0.1", _temp_dir=str(temporary),
+                    _system_config={"free_objects_period_milliseconds": FREE_EVERY_MS},
+                )  # fmt: skip
+                return
+            except Exception as error:
+                _end_node(error)
+                if "timed out during startup" not in str(error):  # it has no class of its own
+                    raise
+    raise RankError(f"Ray did not start on this machine in {STARTS} attempts: it is too busy; try again later")
 
 
 @contextmanager
@@ -160,6 +182,50 @@ def _loopback_kept() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
+@contextmanager
+def _patience(folder: Path) -> Iterator[None]:
+    """Give a node the time that it needs to start: Ray gives it 30 seconds, which it exceeds on a busy machine.
+
+    One that has ended is not waited for: it gives its own helpers 15 seconds, and that cannot be changed.
+    """
+    before = services.get_node
+
+    def get_node(*args: Any, **options: Any) -> Any:
+        began = time.monotonic()
+        deadline = began + START_WITHIN_S
+        while True:
+            try:
+                return before(*args, **options)
+            except RuntimeError:
+                if time.monotonic() > deadline or _has_ended(folder):
+                    ended_s = time.monotonic() - began
+                    time.sleep(max(0.0, RAYS_PATIENCE_S - ended_s))  # Ray asks again until its own time is over
+                    raise
+                time.sleep(0.1)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = before
+
+
+def _end_node(error: BaseException) -> None:
+    """End what a node that did not start has left running; only the traceback knows it."""
+    trace = error.__traceback__
+    while trace is not None:
+        found = trace.tb_frame.f_locals.get("self")
+        if isinstance(found, untyped._private.node.Node):
+            found.kill_all_processes(check_alive=False, allow_graceful=False)
+            return
+        trace = trace.tb_next
+
+
+def _has_ended(folder: Path) -> bool:
+    """Tell whether the node that keeps its logs in a folder has ended itself."""
+    return any("Check failed" in log.read_text(errors="replace") for log in folder.glob("session_2*/logs/raylet.err"))
+
+
 def _answers(host: str, port: str) -> bool:
     try:
         with socket.create_connection((host, int(port)), timeout=5):
@@ -168,8 +234,14 @@ def _answers(host: str, port: str) -> bool:
         return False
 
 
-def require_room(workers: int, needs: Mapping[str, float]) -> None:
-    """Refuse workers that the cluster could never place, which Ray would wait for without end."""
+def require_room(workers: int, needs: Mapping[str, float], beside: int = 0) -> None:
+    """Refuse workers that the cluster could never place, which Ray would wait for without end.
+
+    Args:
+        workers: How many train.
+        needs: What each of these needs.
+        beside: Rollout workers, each of which needs a CPU.
+    """
     nodes = [node["Resources"] for node in untyped.nodes() if node["Alive"]]
     places = sum(
         min((int(node.get(name, 0.0) / amount + 1e-9) for name, amount in needs.items() if amount), default=workers)
@@ -181,6 +253,12 @@ def require_room(workers: int, needs: Mapping[str, float]) -> None:
             f"the Ray cluster has room for {places} of {workers} workers: each needs {_listed(needs)}, and its "
             f"{len(nodes)} {'node has' if len(nodes) == 1 else 'nodes have'} {_listed(has)}; lower "
             "engine.params.num_workers or resources_per_worker"
+        )
+    cpus = sum(node.get("CPU", 0.0) for node in nodes)
+    if beside and cpus - workers * needs.get("CPU", 0.0) < beside:
+        raise ConfigError(
+            f"the Ray cluster has {cpus:g} CPU, and {workers} workers with {needs.get('CPU', 0.0):g} each leave too "
+            f"few for {beside} rollout workers with 1 each; lower online.workers or engine.params.num_workers"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ except ModuleNotFoundError as error:
     raise MissingExtraError("the Ray engine needs ray; run: pip install 'etude[ray]'") from error
 
 from etude.engines.ray import cluster, worker
+from etude.engines.ray.actors import beside_driver
+from etude.engines.ray.crew import Crew, count_rollout_workers, rollouts_beside
 from etude.engines.ray.log_forwarding import Listener, log_levels
 from etude.engines.ray.mailbox import Mailbox
 from etude.engines.ray.outcome import explain_failure, revive
@@ -94,27 +97,32 @@ class RayEngine:
         device = self._choose_device(trainer.config.device)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError("the Ray engine starts its ranks itself; leave torchrun out, and set num_workers")
+        beside = count_rollout_workers(trainer, self.num_workers)
         directory = self._choose_directory(trainer, resume)
         # Twice: connecting, Ray puts a handler of its own in place of the first.
-        with StopSignals() as early, cluster.quiet(), self._connected() as folder, StopSignals() as signals:
+        with StopSignals() as early, cluster.quiet(), self._connected(beside) as folder, StopSignals() as signals:
             if early.received:
                 raise Interrupted(early.received)
-            cluster.require_room(self.num_workers, self.needs)
+            cluster.require_room(self.num_workers, self.needs, beside)
             parcel = pack(trainer, None if directory is None else directory.absolute(), ray.put)
-            mailbox: Any = ray.remote(num_cpus=0)(Mailbox).remote()
-            task = worker.Assignment(
-                mailbox, ray.put(parcel), worker.as_text(resume), device, self.strategy,
-                self.find_unused_parameters, self.sync_batch_norm, log_levels(),
-            )  # fmt: skip
+            mailbox: Any = ray.remote(num_cpus=0, scheduling_strategy=beside_driver())(Mailbox).remote()
             try:
-                failure = self._wait(self._make_fit(task, folder), mailbox, signals)
+                with rollouts_beside(trainer, directory or folder, parcel, mailbox) as crew:
+                    task = worker.Assignment(
+                        mailbox, ray.put(parcel), worker.as_text(resume), device, self.strategy,
+                        self.find_unused_parameters, self.sync_batch_norm, log_levels(),
+                        None if crew is None else crew.actors,
+                    )  # fmt: skip
+                    failure = self._wait(self._make_fit(task, folder), mailbox, signals, crew)
                 outcomes: dict[int, dict[str, Any]] = ray.get(mailbox.outcomes.remote())
             finally:
                 ray.kill(mailbox)
+            if crew is not None and crew.failure is not None:
+                raise crew.failure
             return self._conclude(trainer, directory, outcomes, failure)
 
-    def _connected(self) -> AbstractContextManager[Path]:
-        return cluster.connected(self.address, self.needs["CPU"] * self.num_workers, self.use_gpu)
+    def _connected(self, beside: int) -> AbstractContextManager[Path]:
+        return cluster.connected(self.address, self.needs["CPU"] * self.num_workers + beside, self.use_gpu)
 
     def _choose_device(self, device: str) -> str:
         if device.startswith("cuda") and not self.use_gpu:
@@ -150,7 +158,7 @@ class RayEngine:
             )
         )
 
-    def _wait(self, fit: Fit, mailbox: Any, signals: StopSignals) -> BaseException | None:
+    def _wait(self, fit: Fit, mailbox: Any, signals: StopSignals, crew: Crew | None) -> BaseException | None:
         """Show what the workers say, hand signals to them, and return what Ray found wrong with them, if anything."""
         listener, relayed, patience = Listener(), False, time.monotonic() + PATIENCE_S
         fit.start()
@@ -161,9 +169,12 @@ class RayEngine:
                     for letter in ray.get(letters):
                         listener.show(*letter)
                     letters = mailbox.collect.remote()
-                if signals.received and not relayed:
+                failed = crew is not None and crew.watch() is not None
+                if (signals.received or failed) and not relayed:
                     relayed = True
-                    mailbox.interrupt.remote(signals.received)
+                    mailbox.interrupt.remote(signals.received or signal.SIGTERM)
+                    if crew is not None and failed and self.num_workers > 1:
+                        crew.actors.end()  # ranks that wait for episodes together would not see the signal
                 if not listener.entered and time.monotonic() > patience:
                     patience = float("inf")
                     log.info("waiting for Ray to start %d workers: the cluster may be busy", self.num_workers)

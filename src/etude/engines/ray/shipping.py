@@ -148,7 +148,7 @@ def collect_weights(session: Session) -> dict[str, Any]:
     """Return what the driver's policy needs to become the trained one; every rank must call."""
     weights = session.strategy.state_dict()
     spec = session.data.spec if hasattr(session.policy, "build") else None
-    return {"spec": spec, "weights": {name: _to_numpy(value) for name, value in weights.items()}}
+    return {"spec": spec, "weights": {name: to_array(value) for name, value in weights.items()}}
 
 
 def restore_weights(trainer: Trainer, delivered: Mapping[str, Any]) -> None:
@@ -158,13 +158,14 @@ def restore_weights(trainer: Trainer, delivered: Mapping[str, Any]) -> None:
         if getattr(policy, "is_built", True) is False:
             policy.build(delivered["spec"])  # type: ignore[operator]
     Precision(trainer.config.precision, torch.device("cpu")).convert(policy)
-    policy.load_state_dict({name: _to_torch(value) for name, value in delivered["weights"].items()})
+    policy.load_state_dict({name: to_tensor(value) for name, value in delivered["weights"].items()})
     policy.train()
     for module in freeze(policy, trainer.config.freeze):
         module.eval()
 
 
-def _to_numpy(value: Any) -> Any:
+def to_array(value: Any) -> Any:
+    """Return a weight as what passes through Ray's store best; it may share memory with the tensor."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach().cpu()
@@ -172,5 +173,6 @@ def _to_numpy(value: Any) -> Any:
     return value.numpy() if value.dtype != torch.bfloat16 else value
 
 
-def _to_torch(value: Any) -> Any:
+def to_tensor(value: Any) -> Any:
+    """Return a weight that came through Ray's store as a tensor of its own."""
     return torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value

@@ -14,7 +14,9 @@ import ray
 import ray.train
 
 from etude.callbacks import ShowProgress
+from etude.engines.ray.actors import Actors
 from etude.engines.ray.log_forwarding import ForwardedDisplay, forwarding
+from etude.engines.ray.online import beside_actors
 from etude.engines.ray.outcome import describe
 from etude.engines.ray.shipping import collect_weights, unpack
 from etude.errors import ConfigError, Interrupted, RankError
@@ -31,6 +33,8 @@ log = logging.getLogger("etude")
 
 PEERS_WITHIN_S = 5.0
 """Time for the other ranks to fail too, before one that failed alone ends the group."""
+STRATEGY: dict[str, Any] = {"strategy": "auto", "find_unused_parameters": False, "sync_batch_norm": True}
+"""What engines say about how ranks share a policy, and what holds where one does not."""
 PREDECESSOR_WITHIN_S = 60.0
 """Time for the workers of a driver that was killed to be ended by Ray."""
 
@@ -48,6 +52,8 @@ class Assignment:
     find_unused_parameters: bool
     sync_batch_norm: bool
     levels: dict[str, int] = field(default_factory=dict)
+    actors: Actors | None = None
+    """Where online rows come from and weights go to, if something is played."""
 
 
 def work(config: dict[str, Assignment]) -> None:
@@ -85,6 +91,8 @@ def _train(task: Assignment, rank: int) -> dict[str, Any]:
     if trainer.show_progress and group.is_main:
         trainer.callbacks.append(ShowProgress(ForwardedDisplay(task.mailbox.post.remote)))
     trainer.show_progress = False
+    if task.actors is not None:
+        trainer.data = beside_actors(trainer.data, task.actors)
     if group.is_main:
         _wait_for_predecessor(trainer.run_request)
     # A group that Ray has started again goes on from where the last one had come.
@@ -97,6 +105,26 @@ def _train(task: Assignment, rank: int) -> dict[str, Any]:
         result = session.finish()
         delivered = {"result": result, **collect_weights(session)}
     return delivered if group.is_main else {}
+
+
+def train_beside(trainer: Trainer, actors: Actors, resume: str, **options: Any) -> None:
+    """Train as one worker of a Ray Train job that is not ours, on what others play; report the last metrics."""
+    group, engine = Group.join(trainer.config.device), trainer.engine
+    trainer.data = beside_actors(trainer.data, actors, **options)
+    kind, *flags = (getattr(engine, name, default) for name, default in STRATEGY.items())
+    strategy = make_strategy(kind, group, *flags)
+    if resume != "never" and _has_checkpoints(Run(Path(str(trainer.run_request)))):
+        resume = "auto"
+    with Session(trainer, group, strategy).running(resume) as session:
+        while not session.finished:
+            session.take_step()
+        result = session.finish()
+    ray.train.report(dict(result.metrics))
+
+
+def experiment_name() -> str:
+    """Return the name that the Ray Train job has given itself."""
+    return str(ray.train.get_context().get_experiment_name())
 
 
 def _exchange(group: Group, value: Any) -> Any:

@@ -17,6 +17,9 @@ from torch import Tensor
 class Decoder(Protocol):
     """One batch of rows being completed."""
 
+    can_join: bool
+    """Whether rows of another decoder of the same model can be taken in."""
+
     def prefill(self, tokens_PT: Tensor, lengths: Sequence[int], room: int) -> Tensor:
         """Compute the prompts, leaving room for so many tokens, and return the logits of the next token (P, V)."""
 
@@ -29,9 +32,17 @@ class Decoder(Protocol):
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only."""
 
+    def another(self, rows: int) -> Decoder:
+        """Return a decoder of the same weights, for so many rows with those it may join, that has read nothing."""
+
+    def join(self, other: Any, room: int) -> None:
+        """Take in the rows of another decoder after its own, with room for so many tokens more."""
+
 
 class CachedDecoder:
     """Decodes with the model's own forward pass and cache: any causal model of transformers, at its own speed."""
+
+    can_join = False  # a cache may be of any kind
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -64,6 +75,14 @@ class CachedDecoder:
         """Go on with these rows only."""
         self._mask, self._positions = self._mask[rows], self._positions[rows]
         self._cache.reorder_cache(rows)
+
+    def another(self, rows: int) -> CachedDecoder:
+        """Return a decoder of the same model that has read nothing."""
+        return CachedDecoder(self._model)
+
+    def join(self, other: Any, room: int) -> None:
+        """Refuse: caches of other kinds than Llama's are not known here."""
+        raise NotImplementedError
 
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
         out = self._model(

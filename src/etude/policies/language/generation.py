@@ -1,4 +1,4 @@
-"""Complete prompts: each distinct prompt computed once, rows that are finished leave the batch.
+"""Complete prompts: each distinct prompt computed once, rows that are finished leave the batch, others may join it.
 
 Rows differ from the same rows in another batch only by the last bits of their logits (matrix products of another
 shape round differently); the same calls give the same completions, bit for bit.
@@ -8,7 +8,7 @@ Shape letters: P prompts, B rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,14 +37,31 @@ class GenerationStats:
     """Rows times steps computed; what exceeds `new_tokens` was spent on rows already finished."""
 
 
+@dataclass(frozen=True, slots=True)
+class WantedText:
+    """One completion that is asked for."""
+
+    prompt: Sequence[int]
+    key: int
+    """Names its random stream, together with `index`."""
+    index: int
+    max_new_tokens: int
+    place: Any
+    """What it is known by to who asks."""
+
+    @property
+    def span(self) -> int:
+        """Tokens of prompt and completion at most."""
+        return len(self.prompt) + self.max_new_tokens
+
+
 @dataclass(slots=True)
 class _Row:
     """One completion in the making."""
 
-    place: tuple[int, int]
-    """Number of the prompt, number of the completion."""
-    prompt: int
-    """Number among the distinct prompts of this batch."""
+    wanted: WantedText
+    draws: np.ndarray | None
+    """Numbers that its tokens are drawn with."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -63,26 +80,65 @@ class TokenListener(Protocol):
         ...
 
 
+class TextSource(Protocol):
+    """Asks for completions while others are being drawn, and is told what comes of them."""
+
+    top: int
+    """How many of the likeliest tokens to tell of at each place."""
+
+    def take(self, rows: int) -> Sequence[WantedText]:
+        """Return what is to be drawn from now on, best so many at most; asked before every token."""
+        ...
+
+    def hear(self, place: Any, token: int, logprob: float, top: list[tuple[int, float]]) -> bool:
+        """Take a token; return whether its completion is to go on."""
+        ...
+
+    def finish(self, place: Any, completion: Completion) -> None:
+        """Take a completion that has ended."""
+        ...
+
+
+class _Listed:
+    """A source of what is known beforehand."""
+
+    def __init__(self, wanted: list[WantedText], listener: TokenListener | None) -> None:
+        self._wanted, self._listener = wanted, listener
+        self.top = 0 if listener is None else listener.top
+        self.found: dict[tuple[int, int], Completion] = {}
+
+    def take(self, rows: int) -> Sequence[WantedText]:
+        wanted, self._wanted = self._wanted, []
+        return wanted
+
+    def hear(self, place: Any, token: int, logprob: float, top: list[tuple[int, float]]) -> bool:
+        prompt, index = place
+        return self._listener is None or self._listener.hear(prompt, index, token, logprob, top)
+
+    def finish(self, place: Any, completion: Completion) -> None:
+        self.found[place] = completion
+
+
 class Generator:
     """Completes prompts with a decoder; knows tokens, and text only to find stops and to report."""
 
     def __init__(
         self,
-        make_decoder: Callable[[], Decoder],
+        make_decoder: Callable[[int, int], Decoder],
         tokenizer: Any,
         end_tokens: Sequence[int],
+        most: tuple[int, int | None],
         *,
         pad_token: int,
         context: int,
         device: torch.device,
-        max_rows: int,
     ) -> None:
         self._make_decoder = make_decoder
         self._tokenizer = tokenizer
         self._end_tokens = tuple(end_tokens)
-        self._pad_token, self._context, self._device, self._max_rows = pad_token, context, device, max_rows
+        self._pad_token, self._context, self._device = pad_token, context, device
+        self._max_rows, self._max_places = most
 
-    @torch.inference_mode()
     def run(
         self,
         prompts: Sequence[Sequence[int]],
@@ -94,16 +150,68 @@ class Generator:
     ) -> list[list[Completion]]:
         """Return `n` completions of every prompt, in order."""
         self._refuse(prompts, sampling, n, keys)
-        places = [(prompt, index) for prompt in range(len(prompts)) for index in range(n)]
-        found: list[list[Completion]] = [[] for _ in prompts]
-        for start in range(0, len(places), self._max_rows):
-            part = places[start : start + self._max_rows]
-            for (prompt, _), completion in zip(
-                part, self._run_batch(part, prompts, sampling, keys, stats, listener), strict=True
-            ):
-                found[prompt].append(completion)
-        stats.new_tokens += sum(len(one.tokens) for group in found for one in group)
-        return found
+        wanted = [
+            WantedText(prompt, keys[number], index, sampling.max_new_tokens, (number, index))
+            for number, prompt in enumerate(prompts)
+            for index in range(n)
+        ]
+        found: dict[tuple[int, int], Completion] = {}
+        for start in range(0, len(wanted), self._max_rows):
+            source = _Listed(wanted[start : start + self._max_rows], listener)
+            self.serve(source, sampling, stats)
+            found |= source.found
+        return [[found[number, index] for index in range(n)] for number in range(len(prompts))]
+
+    @torch.inference_mode()
+    def serve(self, source: TextSource, sampling: Sampling, stats: GenerationStats) -> None:
+        """Draw what a source asks for, until all is drawn and it asks for nothing more.
+
+        Completions that are asked for while others are drawn join them, where the decoder can; each has a length of
+        its own, and all have the rest of `sampling`.
+        """
+        shows_special = bool(sampling.stop) and self._name_special_tokens(sampling.stop)
+        end_tokens = {*(self._end_tokens if sampling.ends else ()), *sampling.stop_tokens}
+        batch = _Drawing(self._make_decoder, self._pad_token, self._device, stats)
+        backlog: list[WantedText] = []
+        while True:
+            going = len(batch.unfinished)
+            room = self._max_rows - going if batch.can_join or not going else 0
+            backlog += source.take(max(0, room - len(backlog)))
+            if not backlog and not going:
+                return
+            fitting = min(room, self._fitting(backlog, batch))
+            new, backlog = backlog[:fitting], backlog[fitting:]
+            logits = batch.go_on(self._rows(new, sampling))
+            told = likeliest_of(logits, sampling.scale, source.top) if source.top else None
+            for at, (row, token, logprob) in enumerate(batch.draw(logits, sampling)):
+                if row.finish is None:
+                    if logprob != logprob:
+                        raise NonFiniteError("the model's logits are not numbers (NaN); its weights are broken")
+                    row.tokens.append(token)
+                    row.logprobs.append(logprob)
+                    self._notice_end(row, token in end_tokens, sampling, shows_special)
+                    if _tell(source, row, [] if told is None else told[at]):
+                        stats.new_tokens += len(row.tokens)
+                        source.finish(row.wanted.place, self._completion(row))
+
+    def _fitting(self, wanted: Sequence[WantedText], batch: _Drawing) -> int:
+        """Return how many more completions there are places for beside those that are drawn; one if none is."""
+        if self._max_places is None:
+            return len(wanted)
+        going = batch.spans
+        rows, widest = len(going), max(going, default=0)
+        for number, one in enumerate(wanted):
+            widest = max(widest, one.span)
+            if (rows + number + 1) * widest > self._max_places and rows + number:
+                return number
+        return len(wanted)
+
+    def _rows(self, wanted: Sequence[WantedText], sampling: Sampling) -> list[_Row]:
+        if not wanted or sampling.is_greedy:
+            return [_Row(one, None) for one in wanted]
+        keys, indices = [one.key for one in wanted], [one.index for one in wanted]
+        draws = uniforms(sampling.seed, keys, indices, max(one.max_new_tokens for one in wanted))
+        return [_Row(one, numbers) for one, numbers in zip(wanted, draws, strict=True)]
 
     def _refuse(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, keys: Sequence[int]) -> None:
         if n < 1:
@@ -119,66 +227,6 @@ class Generator:
                     f"exceeds the model's context of {self._context}"
                 )
 
-    def _run_batch(
-        self,
-        places: Sequence[tuple[int, int]],
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        keys: Sequence[int],
-        stats: GenerationStats,
-        listener: TokenListener | None,
-    ) -> list[Completion]:
-        distinct: dict[tuple[int, ...], int] = {}
-        rows = [_Row(place, distinct.setdefault(tuple(prompts[place[0]]), len(distinct))) for place in places]
-        draws = self._draws([row.place for row in rows], keys, sampling)
-        decoder = self._make_decoder()
-        logits = decoder.prefill(
-            self._padded(list(distinct)), [len(prompt) for prompt in distinct], sampling.max_new_tokens
-        )
-        stats.prompt_tokens += sum(map(len, distinct))
-        owners = torch.tensor([row.prompt for row in rows], device=self._device)
-        if len(distinct) != len(rows):
-            decoder.expand(owners)
-            logits = logits[owners]
-        active = list(range(len(rows)))
-        shows_special = bool(sampling.stop) and self._name_special_tokens(sampling.stop)
-        end_tokens = {*(self._end_tokens if sampling.ends else ()), *sampling.stop_tokens}
-        for step in range(sampling.max_new_tokens):
-            told = likeliest_of(logits, sampling.scale, listener.top) if listener is not None and listener.top else None
-            tokens_B, logprobs_B = choose(logits, None if draws is None else draws[active, step], sampling)
-            drawn = zip(active, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
-            for at, (number, token, logprob) in enumerate(drawn):
-                row = rows[number]
-                if row.finish is None:
-                    if logprob != logprob:
-                        raise NonFiniteError("the model's logits are not numbers (NaN); its weights are broken")
-                    row.tokens.append(token)
-                    row.logprobs.append(logprob)
-                    self._notice_end(row, token in end_tokens, sampling, shows_special)
-                    if listener is not None:
-                        _tell(listener, row, [] if told is None else told[at])
-            unfinished = [at for at, number in enumerate(active) if rows[number].finish is None]
-            if not unfinished:
-                break
-            if len(unfinished) <= COMPACT_AT * len(active):
-                kept = torch.tensor(unfinished, device=self._device)
-                decoder.keep(kept)
-                tokens_B, active = tokens_B[kept], [active[at] for at in unfinished]
-            logits = decoder.step(tokens_B)
-            stats.row_steps += len(active)
-        return [self._completion(row) for row in rows]
-
-    def _draws(self, places: Sequence[tuple[int, int]], keys: Sequence[int], sampling: Sampling) -> np.ndarray | None:
-        if sampling.is_greedy:
-            return None
-        owners, indices = [keys[prompt] for prompt, _ in places], [index for _, index in places]
-        return uniforms(sampling.seed, owners, indices, sampling.max_new_tokens)
-
-    def _padded(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        width = max(map(len, prompts))
-        lines = [[self._pad_token] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-        return torch.tensor(lines, device=self._device)
-
     def _notice_end(self, row: _Row, is_end: bool, sampling: Sampling, shows_special: bool) -> None:
         if is_end:
             row.finish = "stop"
@@ -188,7 +236,7 @@ class Generator:
             if row.text is not None:
                 row.finish = "stop"
                 return
-        if len(row.tokens) == sampling.max_new_tokens:
+        if len(row.tokens) == row.wanted.max_new_tokens:
             row.finish = "length"
 
     def _before_stop(self, tokens: list[int], stops: Sequence[str], shows_special: bool) -> str | None:
@@ -221,11 +269,91 @@ class Generator:
         return text
 
 
-def _tell(listener: TokenListener, row: _Row, top: list[tuple[int, float]]) -> None:
-    """Tell of a row's last token; one that is not wanted any longer ends here."""
-    goes_on = listener.hear(*row.place, row.tokens[-1], row.logprobs[-1], top)
+def _tell(source: TextSource, row: _Row, top: list[tuple[int, float]]) -> bool:
+    """Tell of a row's last token; one that is not wanted any longer ends here. Return whether it has ended."""
+    goes_on = source.hear(row.wanted.place, row.tokens[-1], row.logprobs[-1], top)
     if not goes_on and row.finish is None:
         row.finish = "length"
+    return row.finish is not None
+
+
+class _Drawing:
+    """Rows that are drawn side by side, and the decoder that has them."""
+
+    def __init__(
+        self, make_decoder: Callable[[int, int], Decoder], pad_token: int, device: torch.device, stats: GenerationStats
+    ) -> None:
+        self._make_decoder, self._pad_token, self._device, self._stats = make_decoder, pad_token, device, stats
+        self._rows: list[_Row] = []
+        """Those that the decoder has: finished ones stay until it pays to leave them out."""
+        self._decoder: Decoder | None = None
+        self._tokens: Tensor
+
+    @property
+    def can_join(self) -> bool:
+        """Whether rows can be taken in while others are unfinished."""
+        return self._decoder is None or self._decoder.can_join
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Numbers of the rows that go on."""
+        return [at for at, row in enumerate(self._rows) if row.finish is None]
+
+    @property
+    def spans(self) -> list[int]:
+        """Tokens at most of each row that goes on."""
+        return [row.wanted.span for row in self._rows if row.finish is None]
+
+    def go_on(self, new: list[_Row]) -> Tensor:
+        """Take in new rows, and return the logits of the next token of every row."""
+        unfinished, decoder = self.unfinished, self._decoder
+        if decoder is None or not unfinished:
+            self._rows = new
+            self._decoder, logits = self._begin(new, len(new))
+            return logits
+        if len(unfinished) <= COMPACT_AT * len(self._rows) or (new and len(unfinished) < len(self._rows)):
+            kept = torch.tensor(unfinished, device=self._device)
+            decoder.keep(kept)
+            self._tokens, self._rows = self._tokens[kept], [self._rows[at] for at in unfinished]
+        logits = decoder.step(self._tokens)
+        self._stats.row_steps += len(self._rows)
+        if new:
+            other, others = self._begin(new, len(self._rows) + len(new))
+            self._rows += new
+            decoder.join(other, max(row.wanted.max_new_tokens - len(row.tokens) for row in self._rows))
+            logits = torch.cat((logits, others))
+        return logits
+
+    def draw(self, logits: Tensor, sampling: Sampling) -> Iterator[tuple[_Row, int, float]]:
+        """Draw a token for every row."""
+        draws = None
+        if not sampling.is_greedy:
+            # A finished row has no numbers left, and what is drawn for it is passed over.
+            numbers = [0.0 if row.finish else row.draws[len(row.tokens)] for row in self._rows if row.draws is not None]
+            draws = np.array(numbers)
+        self._tokens, logprobs = choose(logits, draws, sampling)
+        return zip(self._rows, self._tokens.tolist(), logprobs.tolist(), strict=True)
+
+    def _begin(self, rows: list[_Row], in_all: int) -> tuple[Decoder, Tensor]:
+        """Return a decoder that has read the prompts of rows, each distinct one once, and the logits that follow.
+
+        They are going to be drawn side by side with others, so many in all.
+        """
+        distinct: dict[tuple[int, ...], int] = {}
+        owners = [distinct.setdefault(tuple(row.wanted.prompt), len(distinct)) for row in rows]
+        lengths = [len(prompt) for prompt in distinct]
+        width = max(lengths)
+        padded = [[self._pad_token] * (width - len(prompt)) + list(prompt) for prompt in distinct]
+        room = max(row.wanted.max_new_tokens for row in rows)
+        before = self._decoder
+        decoder = self._make_decoder(room, in_all) if before is None else before.another(in_all)
+        logits = decoder.prefill(torch.tensor(padded, device=self._device), lengths, room)
+        self._stats.prompt_tokens += sum(lengths)
+        if len(distinct) != len(rows):
+            numbers = torch.tensor(owners, device=self._device)
+            decoder.expand(numbers)
+            logits = logits[numbers]
+        return decoder, logits
 
 
 def likeliest_of(logits_BV: Tensor, scale: float, most: int) -> list[list[tuple[int, float]]]:

@@ -16,9 +16,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from etude.policies.language.adapted import has_dropout, is_plain, read
 
 KEPT_LOGITS = 256 << 20
 """Logits kept for the backward pass (1 GB of float32, of 5,400 tokens of SmolLM2, whose layers keep six times that);
@@ -74,15 +76,40 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    low_NR: Tensor | None = None,
+    up_VR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of each token under softmax(logits / temperature), and the entropy if asked."""
+    """Return the log-probability of each token under softmax(logits / temperature), and the entropy if asked.
+
+    With `low_NR` and `up_VR`, which are of a type that is summed in, their product is a part of the logits.
+    """
     dtype, keeps = working_type(hidden_NH), torch.is_grad_enabled()
     hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
     bias_V = None if bias_V is None else bias_V.to(dtype)
     log_probs, entropy = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, bias_V, tokens_N, float(temperature), with_entropy, keeps
+        hidden_NH, weight_VH, bias_V, tokens_N, float(temperature), with_entropy, keeps, low_NR, up_VR
     )
     return log_probs, entropy if with_entropy else None
+
+
+def head_log_probs(
+    head: Any, hidden_NH: Tensor, tokens_N: Tensor, *, temperature: float = 1.0, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Do the same with a head: a linear layer, one with plain adapters, or whatever can be called."""
+    asked: dict[str, Any] = {"temperature": temperature, "with_entropy": with_entropy}
+    if type(head) is nn.Linear:
+        return token_log_probs(hidden_NH, head.weight, head.bias, tokens_N, **asked)
+    if is_plain(head) and not has_dropout(head):
+        given, bias = read(head), head.bias
+        if given.down is None or given.up is None:
+            return token_log_probs(hidden_NH, given.weight, bias, tokens_N, **asked)
+        types = {hidden_NH.dtype, given.weight.dtype, given.down.dtype, given.up.dtype, working_type(hidden_NH)}
+        if types == {wide(hidden_NH.dtype)}:
+            low_NR = functional.linear(hidden_NH, given.down)
+            return token_log_probs(
+                hidden_NH, given.weight, bias, tokens_N, **asked, low_NR=low_NR, up_VR=given.scaled_up
+            )
+    return module_log_probs(head, hidden_NH, tokens_N, **asked)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -97,7 +124,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def module_log_probs(
     head: Any, hidden_NH: Tensor, tokens_N: Tensor, *, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Do the same with a head that is more than its weight, such as one with adapters, by calling it."""
+    """Do the same with a head that is more than weights, such as one with dropout, by calling it."""
     size = int(head.weight.shape[0])
     chunk, keeps = max(1, CHUNK_LOGITS // size), hidden_NH.shape[0] * size <= KEPT_LOGITS
 
@@ -122,10 +149,11 @@ def pick_log_probs(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """log p = x[token] - log sum exp x, and H = -sum p log p, with x = (hidden W' + b) / temperature.
+    """log p = x[token] - log sum exp x, and H = -sum p log p, with x = (hidden W' + b + low up') / temperature.
 
     Kept are e = exp(x - max x), written over the logits, and s = sum e. The gradient of log p is W[token] - e W / s for
-    the hidden state, and for the weight the same from the other side; only that of the entropy needs log e again.
+    the hidden state, and for the weight the same from the other side; only that of the entropy needs log e again. What
+    holds for hidden and W holds for low and up, the states and weights of adapters.
     """
 
     @staticmethod
@@ -138,19 +166,23 @@ class _TokenLogProbs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         wants_grad: bool,
+        low: Tensor | None = None,
+        up: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        chunk = max(1, CHUNK_LOGITS // weight.shape[0])
-        for_hidden, for_weight = (wants_grad and needed for needed in ctx.needs_input_grad[:2])
+        chunk, needs = max(1, CHUNK_LOGITS // weight.shape[0]), ctx.needs_input_grad
+        for_hidden, for_weight = (wants_grad and needed for needed in needs[:2])
+        for_adapter = wants_grad and low is not None and any(needs[7:])
         # Of a frozen head nothing but e W / s is needed, which is no larger than the hidden states.
-        mixes = for_hidden and not (for_weight or with_entropy or (bias is not None and ctx.needs_input_grad[2]))
-        keeps = (for_hidden or for_weight) and not mixes and hidden.shape[0] * weight.shape[0] <= KEPT_LOGITS
+        mixes = for_hidden and not (for_weight or with_entropy or (bias is not None and needs[2]) or low is not None)
+        keeps = (for_hidden or for_weight or for_adapter) and not mixes
+        keeps = keeps and hidden.shape[0] * weight.shape[0] <= KEPT_LOGITS
         log_probs = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
         sums, entropy = torch.empty_like(log_probs), log_probs.new_zeros(hidden.shape[0] if with_entropy else 0)
         mixed, kept = torch.empty_like(hidden) if mixes else None, []
         with as_written(hidden.device):
             for start in range(0, hidden.shape[0], chunk):
                 span = slice(start, start + chunk)
-                logits = _scaled(linear(hidden[span], weight, bias), temperature)
+                logits = _logits(hidden, weight, bias, low, up, span, temperature)
                 entropies = entropy[span] if with_entropy else None
                 _exponentiate(logits, tokens[span], log_probs[span], sums[span], entropies)
                 logits = _narrowed(logits, sums[span], hidden.dtype)
@@ -160,55 +192,72 @@ class _TokenLogProbs(torch.autograd.Function):
                     kept.append(logits)
         ctx.kept = kept if keeps else None
         ctx.settings = temperature, with_entropy, chunk
-        ctx.save_for_backward(hidden, weight, bias, tokens, sums, entropy, mixed)
+        ctx.save_for_backward(hidden, weight, bias, tokens, sums, entropy, mixed, low, up)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, tokens, sums, entropy, mixed = ctx.saved_tensors
-        temperature, with_entropy, chunk = ctx.settings
+        hidden, weight, bias, tokens, sums, entropy, mixed, low, up = ctx.saved_tensors
+        (temperature, with_entropy, chunk), needs = ctx.settings, ctx.needs_input_grad
         gains = (grads[0] / temperature)[:, None]
         shares = -gains / sums[:, None]
         if mixed is not None:
             grad = mixed * shares.to(mixed.dtype) + weight[tokens] * gains.to(weight.dtype)
-            return grad, None, None, None, None, None, None
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+            return grad, *(None,) * 8
+        for_states = [torch.empty_like(one) if need else None for one, need in ((hidden, needs[0]), (low, needs[7]))]
         # Chunks are added up in float32 at least, as the rows of each are within the product.
-        grad_weight = torch.zeros_like(weight, dtype=sums.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=sums.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        trained = ((weight, needs[1]), (up, needs[8]))
+        for_weights = [torch.zeros_like(one, dtype=sums.dtype) if need else None for one, need in trained]
+        grad_bias = torch.zeros_like(bias, dtype=sums.dtype) if bias is not None and needs[2] else None
         kept, ctx.kept = ctx.kept, None  # freed as they are used: a second backward computes them again
         with as_written(hidden.device):
             for number, start in enumerate(range(0, hidden.shape[0], chunk)):
                 span = slice(start, start + chunk)
-                states, gain, share = hidden[span], gains[span], shares[span]
+                gain, share = gains[span], shares[span]
                 if kept is not None:
                     powers, kept[number] = kept[number], None
                 else:
-                    powers = _scaled(linear(states, weight, bias), temperature)
+                    powers = _logits(hidden, weight, bias, low, up, span, temperature)
                     powers -= powers.amax(-1, keepdim=True)
                     powers = _narrowed(powers.exp_(), None, hidden.dtype)
                 if with_entropy:
                     slope = (grads[1][span] / temperature)[:, None]
                     powers, share = _with_entropy(powers, sums[span], entropy[span], gain, slope), torch.ones_like(gain)
-                if grad_hidden is not None:
-                    torch.mm(powers, weight, out=grad_hidden[span])
-                    grad_hidden[span].mul_(share).add_((weight[tokens[span]] * gain).to(weight.dtype))
-                if grad_weight is not None:
-                    weighed, own = (states * share).to(powers.dtype), (states * gain).to(sums.dtype)
-                    if grad_weight.dtype == powers.dtype:
-                        grad_weight.addmm_(powers.t(), weighed)
-                    else:
-                        grad_weight += torch.mm(powers.t(), weighed)
-                    grad_weight.index_add_(0, tokens[span], own)
+                for states, matrix, *found in zip((hidden, low), (weight, up), for_states, for_weights, strict=True):
+                    _add_gradients(powers, tokens[span], gain, share, states, matrix, found, span)
                 if grad_bias is not None:
                     grad_bias += torch.mv(powers.t(), share.squeeze(1).to(powers.dtype))
                     grad_bias.index_add_(0, tokens[span], gain.squeeze(1))
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(weight.dtype),
-            None, None, None, None,
-        )  # fmt: skip
+        grad_weight, grad_bias, grad_up = (
+            None if found is None else found.to(weight.dtype) for found in (for_weights[0], grad_bias, for_weights[1])
+        )
+        return for_states[0], grad_weight, grad_bias, *(None,) * 4, for_states[1], grad_up
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Any, up: Any, span: slice, temperature: float
+) -> Tensor:
+    """Return some rows of the logits over the temperature, in float32 at least."""
+    found = linear(hidden[span], weight, bias)
+    return _scaled(found if low is None else found.addmm_(low[span], up.t()), temperature)
+
+
+def _add_gradients(
+    powers: Tensor, tokens: Tensor, gain: Tensor, share: Tensor, all_states: Any, matrix: Any, found: Any, span: slice
+) -> None:
+    """Write the gradient of some states, and add theirs to that of the matrix they are multiplied with, if wanted."""
+    for_states, for_matrix = found
+    if for_states is not None:
+        torch.mm(powers, matrix, out=for_states[span])
+        for_states[span].mul_(share).add_((matrix[tokens] * gain).to(matrix.dtype))
+    if for_matrix is not None:
+        states = all_states[span]
+        weighed, own = (states * share).to(powers.dtype), (states * gain).to(for_matrix.dtype)
+        if for_matrix.dtype == powers.dtype:
+            for_matrix.addmm_(powers.t(), weighed)
+        else:
+            for_matrix += torch.mm(powers.t(), weighed)
+        for_matrix.index_add_(0, tokens, own)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

@@ -3,7 +3,7 @@
 A preallocated cache written in place, grouped attention without copies of keys and values, the projections of small
 models joined into one, and nothing else: with a tiny model the modules' Python is nearly all of the time, with
 SmolLM2 the growing caches are half of it. Weights are read when a decoder is made, so that it always decodes with the
-present ones.
+present ones; LoRA adapters are joined to them where that pays, or stay the two small products that they are.
 
 Below float32, and under autocast, it computes as the modules do: products in the working type, norms and softmax in
 float32 (a float16 norm overflows where a state is longer than 256).
@@ -14,29 +14,19 @@ Shape letters: P prompts, B rows, T tokens, H hidden, Q query heads, K key heads
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from etude.policies.language.head import as_written, linear, wide, working_type
-
-JOIN_BELOW = 1 << 18
-"""Projections with fewer weights than this are joined: copying them costs less than the calls it saves."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """The weights of one layer; `qkv` and `gate_up` hold one joined matrix or their parts."""
-
-    attention_norm: Tensor
-    qkv: tuple[Tensor, ...]
-    out: Tensor
-    mlp_norm: Tensor
-    gate_up: tuple[Tensor, ...]
-    down: Tensor
+from etude.policies.language import maps
+from etude.policies.language.adapted import is_plain, is_plain_embedding
+from etude.policies.language.decoder import CachedDecoder, Decoder
+from etude.policies.language.head import as_written, wide, working_type
+from etude.policies.language.maps import LayerWeights, Layouts, projections, small
+from etude.policies.language.one_row import RowModel
 
 
 def can_decode(model: Any) -> bool:
@@ -47,8 +37,8 @@ def can_decode(model: Any) -> bool:
     kind = str(model.model.rotary_emb.rope_type)
     if "dynamic" in kind or kind == "longrope":
         return False
-    read = [*(module for layer in model.model.layers for module in _projections(layer)), model.lm_head]
-    if not all(_is_plain(module) for module in read) or not _is_plain_embedding(model.model.embed_tokens):
+    read = [*(module for layer in model.model.layers for module in projections(layer)), model.lm_head]
+    if not all(is_plain(module) for module in read) or not is_plain_embedding(model.model.embed_tokens):
         return False
     wrapped = [
         module for module in model.modules() if hasattr(module, "base_layer") or hasattr(module, "original_module")
@@ -61,72 +51,35 @@ def can_decode(model: Any) -> bool:
     return not wrapped or working_type(weight) == weight.dtype == wide(weight.dtype)
 
 
-def _is_plain(module: Any) -> bool:
-    """Tell whether a layer is linear, or linear with plain LoRA adapters."""
-    if type(module) is torch.nn.Linear:
-        return True
-    if type(getattr(module, "base_layer", None)) is not torch.nn.Linear or not hasattr(module, "lora_A"):
-        return False
-    if getattr(module, "lora_variant", None) or any(getattr(module, "lora_bias", {}).values()):
-        return False
-    return all(name in module.lora_A for name in module.active_adapters)
-
-
-def _is_plain_embedding(module: Any) -> bool:
-    """Tell whether a layer is an embedding, or one with plain LoRA adapters."""
-    if type(module) is torch.nn.Embedding:
-        return True
-    if type(getattr(module, "base_layer", None)) is not torch.nn.Embedding or getattr(module, "lora_variant", None):
-        return False
-    return all(name in module.lora_embedding_A for name in module.active_adapters)
-
-
-def effective_weight(module: Any) -> Tensor:
-    """Return the weight that a layer has together with its LoRA adapters, where they are switched on."""
-    if not hasattr(module, "base_layer"):
-        weight: Tensor = module.weight
-        return weight
-    base: Tensor = module.base_layer.weight
-    if module.disable_adapters or module.merged:
-        return base
-    for name in module.active_adapters:
-        if type(module.base_layer) is torch.nn.Embedding:
-            a, b = module.lora_embedding_A[name].t(), module.lora_embedding_B[name].t()
-        else:
-            a, b = module.lora_B[name].weight, module.lora_A[name].weight
-        base = torch.addmm(base, a, b, alpha=module.scaling[name])
-    return base
-
-
-def _projections(layer: Any) -> tuple[Any, ...]:
-    attention, mlp = layer.self_attn, layer.mlp
-    return (
-        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-    )
-
-
 class LlamaDecoder:
     """Decodes one batch of rows with a Llama's present weights."""
 
-    def __init__(self, model: Any) -> None:
+    can_join = True
+
+    def __init__(self, model: Any, steps: int = 0, rows: int = 2) -> None:
+        """Read a model's weights, for about so many tokens of so many rows."""
         config, inner = model.config, model.model
+        self._layouts = Layouts(model, steps)
         self._heads, self._key_heads = config.num_attention_heads, config.num_key_value_heads
         self._width = inner.layers[0].self_attn.head_dim
         self._eps = config.rms_norm_eps
-        self._embedding, self._final_norm = effective_weight(inner.embed_tokens), inner.norm.weight
-        self._dtype = working_type(self._embedding)
+        self._embedding, self._final_norm = small(self._layouts.look(inner.embed_tokens)), inner.norm.weight
+        self._dtype = working_type(self._embedding.weight)
         """Type of the products; the stream between layers keeps the type of the embedding."""
-        self._is_wide = self._dtype == self._embedding.dtype == wide(self._dtype)
-        self._head = effective_weight(model.lm_head).to(self._dtype)
+        self._is_wide = self._dtype == self._embedding.weight.dtype == wide(self._dtype)
         self._head_bias = None if model.lm_head.bias is None else model.lm_head.bias.to(self._dtype)
         self._frequencies = inner.rotary_emb.inv_freq
         self._rotary_scale = inner.rotary_emb.attention_scaling
-        self._layers = [_read(layer, self._dtype) for layer in inner.layers]
+        self._weights = self._layouts.of(rows)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._mask: Tensor | None = None
         self._column = 0
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether it decodes with a copy of the weights."""
+        return self._layouts.is_laid_out
 
     def prefill(self, tokens_PT: Tensor, lengths: Sequence[int], room: int) -> Tensor:
         """Compute the prompts and return the logits of the next token."""
@@ -149,8 +102,8 @@ class LlamaDecoder:
         self._lengths, self._column = ends, width
         self._is_aligned = mask is None
         cos, sin = (table[positions][:, :, None] for table in self._tables)
-        x = functional.embedding(tokens_PT, self._embedding)
-        for layer in self._layers:
+        x = self._embed(tokens_PT)
+        for layer in self._weights.layers:
             q, k, v = self._project(layer, x, cos, sin)
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             self._keys.append(_with_room(k, room))
@@ -170,7 +123,19 @@ class LlamaDecoder:
         with as_written(tokens_B.device):
             return self._step(tokens_B)
 
+    def _step_of_one(self, row: RowModel, token: Tensor) -> Tensor:
+        column = self._column
+        turn = self._tables[0][column].numpy(), self._tables[1][column].numpy()
+        memory = [(keys[0].numpy(), values[0].numpy()) for keys, values in zip(self._keys, self._values, strict=True)]
+        found = row.step(self._embed(token)[0].numpy(), turn, memory, column, self._heads // self._key_heads)
+        self._column += 1
+        self._lengths = self._lengths + 1
+        logits = torch.from_numpy(found)[None]
+        return logits if self._head_bias is None else logits.add_(self._head_bias)
+
     def _step(self, tokens_B: Tensor) -> Tensor:
+        if self._weights.row is not None and len(tokens_B) == 1:
+            return self._step_of_one(self._weights.row, tokens_B)
         rows, width, column = tokens_B.shape[0], self._width, self._column
         heads, keys, group = self._heads, self._key_heads, self._heads // self._key_heads
         if self._is_aligned:
@@ -183,8 +148,8 @@ class LlamaDecoder:
             bias = torch.zeros(seen.shape, dtype=self._dtype, device=cos.device).masked_fill_(~seen, -torch.inf)
             bias = bias[:, None, None].expand(-1, keys, 1, -1).reshape(rows * keys, 1, -1)
         scale = width**-0.5
-        x = functional.embedding(tokens_B, self._embedding)
-        for number, layer in enumerate(self._layers):
+        x = self._embed(tokens_B)
+        for number, layer in enumerate(self._weights.layers):
             q, k, v = self._project(layer, x, cos, sin)
             cached_k, cached_v = self._keys[number], self._values[number]
             cached_k[:, :, column], cached_v[:, :, column] = k, v
@@ -214,10 +179,33 @@ class LlamaDecoder:
         self._keys = [keys.index_select(0, rows) for keys in self._keys]
         self._values = [values.index_select(0, rows) for values in self._values]
 
+    def another(self, rows: int) -> Self:
+        """Return a decoder of the same weights for so many rows that has read nothing."""
+        found = copy(self)
+        found._weights = self._layouts.of(rows)
+        found._keys, found._values, found._mask, found._column = [], [], None, 0
+        return found
+
+    def join(self, other: Self, room: int) -> None:
+        """Take in the rows of another decoder after its own, with room for so many tokens more."""
+        lengths = torch.cat((self._lengths, other._lengths))
+        width = int(lengths.max())
+        columns = torch.arange(width, device=lengths.device)
+        real = columns[None, :] >= width - lengths[:, None]
+        self._is_aligned = bool((lengths == width).all())
+        self._mask = None if self._is_aligned else torch.cat((real, real.new_ones(len(lengths), room)), 1)
+        if width + room > len(self._tables[0]):
+            self._tables = self._rotary(torch.arange(width + room, device=lengths.device))
+        ends = self._column, other._column
+        self._keys = [_together(pair, ends, width, room) for pair in zip(self._keys, other._keys, strict=True)]
+        self._values = [_together(pair, ends, width, room) for pair in zip(self._values, other._values, strict=True)]
+        self._lengths, self._column = lengths, width
+        self._weights = self._layouts.of(len(lengths))
+
     def _project(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries and keys, and values, as (..., heads, D)."""
         normed = self._norm(x, layer.attention_norm)
-        parts = [functional.linear(normed, weight) for weight in layer.qkv]
+        parts = layer.qkv(normed)
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         joined = joined.view(*x.shape[:-1], -1, self._width)
         turned = self._heads + self._key_heads
@@ -230,17 +218,23 @@ class LlamaDecoder:
         return both[..., : self._heads, :], both[..., self._heads :, :], v
 
     def _finish(self, layer: LayerWeights, x: Tensor, mixed: Tensor) -> Tensor:
-        x = x + functional.linear(mixed, layer.out)
+        x = x + layer.out(mixed)[0]
         normed = self._norm(x, layer.mlp_norm)
-        if len(layer.gate_up) == 1:
-            gate, up = functional.linear(normed, layer.gate_up[0]).chunk(2, -1)
-        else:
-            gate, up = (functional.linear(normed, weight) for weight in layer.gate_up)
-        return x + functional.linear(functional.silu(gate).mul_(up), layer.down)
+        both = layer.gate_up(normed)
+        gate, up = both[0].chunk(2, -1) if len(both) == 1 else both
+        return x + layer.down(functional.silu(gate).mul_(up))[0]
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        weight, down, up, scale = self._embedding
+        x = functional.embedding(tokens, weight)
+        if down is None or up is None:
+            return x
+        return x + functional.linear(functional.embedding(tokens, up), down.t()).mul_(scale)
 
     def _logits(self, x: Tensor) -> Tensor:
         normed = self._norm(x, self._final_norm)
-        return linear(normed, self._head, self._head_bias)
+        (found,) = self._weights.head(normed)
+        return found if self._head_bias is None else found.add_(self._head_bias)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x times weight over its root mean square; torch's own takes a third longer on small inputs."""
@@ -256,24 +250,8 @@ class LlamaDecoder:
         """Return cosines and sines by position, the latter signed for halves that change places."""
         angles = positions[:, None].float() * self._frequencies.float()[None, :]
         cos, sin = angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
-        dtype = self._embedding.dtype
+        dtype = self._embedding.weight.dtype
         return torch.cat((cos, cos), 1).to(dtype), torch.cat((-sin, sin), 1).to(dtype)
-
-
-def _read(layer: Any, dtype: torch.dtype) -> LayerWeights:
-    q, k, v, out, gate, up, down = (effective_weight(module).to(dtype) for module in _projections(layer))
-    return LayerWeights(
-        layer.input_layernorm.weight,
-        _joined(q, k, v),
-        out,
-        layer.post_attention_layernorm.weight,
-        _joined(gate, up),
-        down,
-    )
-
-
-def _joined(*weights: Tensor) -> tuple[Tensor, ...]:
-    return (torch.cat(weights),) if sum(weight.numel() for weight in weights) <= JOIN_BELOW else weights
 
 
 def _with_room(values: Tensor, room: int) -> Tensor:
@@ -282,3 +260,41 @@ def _with_room(values: Tensor, room: int) -> Tensor:
     memory = values.new_empty(prompts, heads, length + room, width)
     memory[:, :, :length] = values
     return memory
+
+
+def _together(parts: tuple[Tensor, Tensor], ends: tuple[int, int], width: int, room: int) -> Tensor:
+    """Return the last columns of keys or values of two batches, ending in the same one, before room for more."""
+    first = parts[0]
+    memory = first.new_empty(sum(map(len, parts)), first.shape[1], width + room, first.shape[3])
+    row = 0
+    for part, end in zip(parts, ends, strict=True):
+        taken, rows = min(end, width), slice(row, row + len(part))
+        memory[rows, :, : width - taken] = 0  # seen by none, but multiplied: it must be numbers
+        memory[rows, :, width - taken : width] = part[:, :, end - taken : end]
+        row += len(part)
+    return memory
+
+
+class Decoders:
+    """Makes decoders of a model, one for each call that draws."""
+
+    def __init__(self) -> None:
+        self.keeps = False
+        """Whether weights that were laid out are kept for the next decoder: for models that change only when
+        `forget` is called."""
+        self._kept: LlamaDecoder | None = None
+
+    def make(self, model: Any, steps: int = 0, rows: int = 2) -> Decoder:
+        """Return a decoder for about so many tokens of so many rows."""
+        if self._kept is not None and steps >= maps.MERGE_STEPS:
+            return self._kept.another(rows)
+        if not can_decode(model):
+            return CachedDecoder(model)
+        found = LlamaDecoder(model, steps, rows)
+        if self.keeps and found.is_laid_out:
+            self._kept = found.another(rows)
+        return found
+
+    def forget(self) -> None:
+        """Drop the weights that are kept."""
+        self._kept = None

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from etude.errors import CheckpointError, ConfigError, as_path
 from etude.low_precision import require_low_precision_of
 from etude.policies.base import evaluating
+from etude.policies.card import write_card
 from etude.policies.language import layers, llama
-from etude.policies.language.decoder import CachedDecoder, Decoder
-from etude.policies.language.generation import GenerationStats, Generator, TokenListener
+from etude.policies.language.decoder import Decoder
+from etude.policies.language.generation import GenerationStats, Generator, TextSource, TokenListener
 from etude.policies.language.head import (
     LogProbs,
     as_written,
-    module_log_probs,
+    head_log_probs,
     pick_log_probs,
-    token_log_probs,
     wide,
 )
 from etude.policies.language.layout import Layout, lay_out
@@ -72,8 +72,7 @@ class LanguageModel(nn.Module):
             max_rows: Completions computed side by side.
         """
         super().__init__()
-        self.model = model
-        self.tokenizer = tokenizer
+        self.model, self.tokenizer = model, tokenizer
         self.is_lora = hasattr(model, "peft_config")
         if self.is_lora and model.active_peft_config.is_prompt_learning:
             kind = type(model.active_peft_config).__name__
@@ -83,8 +82,11 @@ class LanguageModel(nn.Module):
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
         self.max_rows = max_rows
+        self.max_places: int | None = None
+        """Tokens of completions computed side by side, prompts included; None bounds the number of rows alone."""
         self.stats = GenerationStats()
         """What the last call of `generate` did."""
+        self.decoders = llama.Decoders()
         self._source = source
         self.__dict__["_reference"] = None  # not a part of this module: neither trained nor saved with it
         self._omitted = self._names_left_out()
@@ -136,8 +138,7 @@ class LanguageModel(nn.Module):
         **sizes: int,
     ) -> Self:
         """Make a tiny Llama over single characters; `sizes` are those of `Tiny`, and `seed` that of its weights."""
-        kind = Tiny.of({"vocabulary": vocabulary, **sizes})
-        seed = _drawn() if seed is None else seed
+        kind, seed = Tiny.of({"vocabulary": vocabulary, **sizes}), _drawn() if seed is None else seed
         return cls._build(ModelSource(tiny=kind, seed=seed, dtype=dtype), Lora.of(lora), value_head, seed)
 
     @classmethod
@@ -168,6 +169,7 @@ class LanguageModel(nn.Module):
         if self.value_head is not None:
             tensors = {name: value.detach().cpu().contiguous() for name, value in self.value_head.state_dict().items()}
             write_atomically(directory / VALUE_HEAD_FILE, to_bytes(tensors))
+        write_card(self, directory)
 
     def _load_value_head(self, path: Path) -> None:
         assert self.value_head is not None
@@ -321,11 +323,9 @@ class LanguageModel(nn.Module):
             log_probs, entropy = pick_log_probs(logits_NV, layout.target_N, temperature, with_entropy)
         else:
             head = self.causal.get_output_embeddings()
-            asked: dict[str, Any] = {"temperature": temperature, "with_entropy": with_entropy}
-            if type(head) is nn.Linear:
-                log_probs, entropy = token_log_probs(hidden_NH, head.weight, head.bias, layout.target_N, **asked)
-            else:
-                log_probs, entropy = module_log_probs(head, hidden_NH, layout.target_N, **asked)
+            log_probs, entropy = head_log_probs(
+                head, hidden_NH, layout.target_N, temperature=temperature, with_entropy=with_entropy
+            )
         return LogProbs(log_probs, self._values(hidden_NH) if with_values else None, entropy)
 
     @contextmanager
@@ -412,23 +412,23 @@ class LanguageModel(nn.Module):
         tokens = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         if not tokens:
             return []
-        generator = Generator(
-            self._decoder,
-            self.tokenizer,
-            self.end_tokens,
-            pad_token=self.pad_token_id,
-            context=int(getattr(self.causal.config, "max_position_embeddings", 1 << 30)),
-            device=self.device,
-            max_rows=self.max_rows,
-        )
-        self.stats = GenerationStats()
         keys = range(len(tokens)) if keys is None else keys
         with evaluating(self.model):
-            return generator.run(tokens, sampling or Sampling(), n, keys, self.stats, listener)
+            return self._generator().run(tokens, sampling or Sampling(), n, keys, self.stats, listener)
 
-    def _decoder(self) -> Decoder:
-        causal = self.causal
-        return llama.LlamaDecoder(causal) if llama.can_decode(causal) else CachedDecoder(causal)
+    def draw(self, source: TextSource, sampling: Sampling) -> None:
+        """Draw what a source asks for, also while other completions of it are drawn, until it asks for nothing."""
+        with evaluating(self.model):
+            self._generator().serve(source, sampling, self.stats)
+
+    def _generator(self) -> Generator:
+        self.stats = GenerationStats()
+        context = int(getattr(self.causal.config, "max_position_embeddings", 1 << 30))
+        options: Any = {"pad_token": self.pad_token_id, "context": context, "device": self.device}
+        return Generator(self._decoder, self.tokenizer, self.end_tokens, (self.max_rows, self.max_places), **options)
+
+    def _decoder(self, steps: int = 0, rows: int = 2) -> Decoder:
+        return self.decoders.make(self.causal, steps, rows)
 
 
 def _place(values_N: Tensor, layout: Layout) -> Tensor:

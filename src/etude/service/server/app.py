@@ -5,31 +5,37 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 
 from etude.errors import EtudeError
 from etude.service.server import bodies
-from etude.service.server.access import BodyLimit, Keys, error_body
-from etude.service.server.checkpoints import drop_expired
+from etude.service.server.access import PROTOBUF, Door, Keys, PassTurn, error_json
+from etude.service.server.checkpoints import drop_expired, require_name
 from etude.service.server.codec import canonical_json, message_of_json, parse_message
 from etude.service.server.futures import futures_router
 from etude.service.server.live import LiveDrawing
 from etude.service.server.metrics import render_metrics
 from etude.service.server.openai import openai_router
+from etude.service.server.openapi import REFUSED, REFUSED_OPENAI, WORK
 from etude.service.server.runs import runs_router
 from etude.service.server.service import Refusal, Service
 from etude.service.server.status import Rates, status_router
+from etude.service.server.turns import ORDERED, turn_of
 from etude.service.server.who import Owner, Served
+from etude.service.server.worker import explain, log
 
-PROTOBUF = "application/x-protobuf"
+LARGE = 1 << 20
+"""Bodies above this many bytes are read one at a time: read, they take many times their size."""
+_parsing = threading.Lock()
 
 
 def make_app(service: Service, keys: Keys) -> FastAPI:
@@ -44,14 +50,18 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
         tidying.cancel()
         await run_in_threadpool(service.stop)
 
-    app = FastAPI(title="Etude training service", lifespan=living, docs_url=None, redoc_url=None)
-    app.add_middleware(BodyLimit, most=service.limits.body_bytes)
+    app = FastAPI(
+        title="Etude training service", lifespan=living, docs_url=None, redoc_url=None, redirect_slashes=False,
+    )  # fmt: skip
+    app.add_middleware(Door, keys=keys, most=service.limits.body_bytes, pass_turn=_passing(service))
     app.state.service, app.state.keys, app.state.live = service, keys, LiveDrawing(service)
     app.add_exception_handler(EtudeError, _say_refusal)
     app.add_exception_handler(HTTPException, _say_http)
     for status in (404, 405):
         app.add_exception_handler(status, _say_missing)
     app.add_exception_handler(RequestValidationError, _say_invalid)
+    app.add_exception_handler(sqlite3.Error, _say_unwritten)
+    app.add_exception_handler(Exception, _say_failed)
     app.include_router(_open_router())
     routers = (
         _session_router(),
@@ -62,10 +72,10 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
         runs_router(),
     )
     for router in routers:
-        app.include_router(router, prefix="/api/v1")
-    app.include_router(openai_router(), prefix="/v1")
+        app.include_router(router, prefix="/api/v1", responses=REFUSED)
+    app.include_router(openai_router(), prefix="/v1", responses=REFUSED_OPENAI)
     app.state.rates = Rates(service.counts)
-    app.include_router(status_router())
+    app.include_router(status_router(), responses=REFUSED)
     return app
 
 
@@ -73,24 +83,68 @@ async def _tidy(service: Service) -> None:
     """Drop, every minute, what has been kept for long enough."""
     while True:
         await asyncio.sleep(60.0)
-        await run_in_threadpool(drop_expired, service.store)
-        await run_in_threadpool(service.store.forget_results, time.time() - service.limits.keep_results_s)
+        try:
+            await run_in_threadpool(drop_expired, service.store)
+            await run_in_threadpool(service.store.forget_results, time.time() - service.limits.keep_results_s)
+            await run_in_threadpool(service.forget_sessions)
+        except (OSError, sqlite3.Error) as error:
+            explain(error, "tidying failed and is tried again")
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-def _say(request: Request, status: int, why: str) -> Response:
-    return JSONResponse(error_body(request.url.path, status, why), status)
+def _say(request: Request, status: int, why: str, headers: Any = None) -> Response:
+    return Response(error_json(request.scope["path"], status, why), status, headers, "application/json")
 
 
 async def _say_refusal(request: Request, error: Exception) -> Response:
-    return _say(request, getattr(error, "status", 400), str(error))
+    status = getattr(error, "status", 400)
+    if status == 400:
+        await _pass_turn(request, str(error))
+    return _say(request, status, str(error))
+
+
+def _passing(service: Service) -> PassTurn:
+    """Return what notes the turn of a call whose body was not read, if what is known of it tells whose turn."""
+
+    async def pass_turn(path: str, owner: str, known: bytes, is_proto: bool, why: str) -> None:
+        call = path.removeprefix("/api/v1/")
+        if call not in ORDERED:
+            return
+        try:
+            is_known = await run_in_threadpool(_note_turn, service, owner, call, why, known, is_proto)
+        except (OSError, sqlite3.Error) as error:
+            explain(error, "the turn of a refused %s was not written down", call)
+            return
+        if not is_known:
+            wait_s = service.limits.gap_s
+            log.warning("a refused %s names no model and number: what was sent after it waits %.0f s", call, wait_s)
+
+    return pass_turn
+
+
+async def _pass_turn(request: Request, why: str) -> None:
+    """Note that a refused call has had its turn: its client goes on with the next number, which then need not wait."""
+    call = request.scope["path"].removeprefix("/api/v1/")
+    owner = request.app.state.keys.owner(request.headers)
+    if call not in ORDERED or owner is None:
+        return
+    body = await request.body()  # read before, and kept
+    is_proto = request.headers.get("content-type", "").startswith(PROTOBUF)
+    await run_in_threadpool(_note_turn, request.app.state.service, owner, call, why, body, is_proto)
+
+
+def _note_turn(service: Service, owner: str, call: str, why: str, body: bytes, is_proto: bool) -> bool:
+    """Note the turn that a body names; tell whether it names one."""
+    if found := turn_of(body, is_proto=is_proto):
+        service.pass_turn(owner, *found, call, why)
+    return found is not None
 
 
 async def _say_missing(request: Request, error: Any) -> Response:
-    detail = f"this service does not offer {request.method} {request.url.path[:200]}"
-    return _say(request, error.status_code, detail)
+    detail = f"this service does not offer {request.method} {request.scope['path'][:200]}"
+    return _say(request, error.status_code, detail, error.headers)
 
 
 async def _say_http(request: Request, error: Exception) -> Response:
@@ -104,7 +158,17 @@ async def _say_invalid(request: Request, error: Exception) -> Response:
     place = ".".join(str(part) for part in first["loc"][1:])[:200] or "the body"
     more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
     why = f"{place}: {first['msg'].removeprefix('Value error, ')}{more}"
-    return _say(request, 400 if request.url.path.startswith("/v1/") else 422, why)
+    await _pass_turn(request, why)
+    return _say(request, 400 if request.scope["path"].startswith("/v1/") else 422, why)
+
+
+async def _say_unwritten(request: Request, error: Exception) -> Response:
+    """The journal cannot be written: what was asked is not done, and may be asked again."""
+    return _say(request, 503, explain(error, "%s was not written down", request.scope["path"][:200]))
+
+
+async def _say_failed(request: Request, error: Exception) -> Response:
+    return _say(request, 500, f"the service failed: {type(error).__name__}")
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -130,15 +194,16 @@ def _session_router() -> APIRouter:
     router = APIRouter()
 
     @router.post("/client/config")
-    def client_config() -> dict[str, Any]:
+    def client_config(owner: Owner) -> dict[str, Any]:
         return {
-            "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False,
+            # Chunks sent all at once, of which one is refused, leave the client waiting for itself for ever.
+            "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False,
             "proto_write_fwdbwd": True, "create_model_via_load_weights": False, "sample_use_retrieve_futures": False,
             "custom_loss_server_side": False, "sample_join_sampling_session": True,
         }  # fmt: skip
 
     @router.post("/client/dynamic_config")
-    def client_dynamic_config() -> dict[str, Any]:
+    def client_dynamic_config(owner: Owner) -> dict[str, Any]:
         return {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
     @router.post("/create_session")
@@ -148,7 +213,7 @@ def _session_router() -> APIRouter:
 
     @router.post("/session_heartbeat")
     def session_heartbeat(body: bodies.SessionBody, service: Served, owner: Owner) -> dict[str, Any]:
-        service.owned("sessions", body.session_id, owner)
+        service.hear_session(body.session_id, owner)
         return {"type": "session_heartbeat"}
 
     @router.post("/telemetry")
@@ -183,22 +248,24 @@ def _training_router() -> APIRouter:
         model = service.owned("models", body.model_id, owner)
         rank, base = json.loads(model["adapter"])["rank"], model["base"]
         arch = str(service.bases.get(base).causal.config.model_type)
-        data = {"arch": arch, "model_name": base, "tokenizer_id": service.bases.tokenizer_id(base)}
+        tokenizer = service.bases.tokenizer_path(base, service.store.folder / "tokenizers")
+        data = {"arch": arch, "model_name": base, "tokenizer_id": tokenizer}
         return {
             "type": "get_info", "model_id": model["id"], "model_name": base, "model_data": data, "is_lora": bool(rank),
             "lora_rank": rank, "optimizer_config": {"type": "adamw"},
         }  # fmt: skip
 
-    @router.post("/forward_backward")
-    @router.post("/forward")
+    @router.post("/forward_backward", openapi_extra=WORK)
+    @router.post("/forward", openapi_extra=WORK)
     async def forward_backward(request: Request, service: Served, owner: Owner) -> dict[str, Any]:
         body = await request.body()
         is_proto = request.headers.get("content-type", "").startswith(PROTOBUF)
-        forward_only = request.url.path.endswith("/forward")
+        forward_only = request.scope["path"].endswith("/forward")
 
         def take() -> str:
-            message = parse_message(body) if is_proto else message_of_json(_json(body), forward_only=forward_only)
-            return service.submit_work(owner, message)
+            with _parsing if len(body) > LARGE else nullcontext():
+                message = parse_message(body) if is_proto else message_of_json(_json(body), forward_only=forward_only)
+                return service.submit_work(owner, message)
 
         return {"request_id": await run_in_threadpool(take)}
 
@@ -216,6 +283,7 @@ def _saving_router() -> APIRouter:
     @router.post("/save_weights")
     def save_weights(body: bodies.SaveWeights, service: Served, owner: Owner) -> dict[str, Any]:
         given = {"name": body.path, **body.model_dump(include={"ttl_seconds", "overwrite", "user_metadata"})}
+        _require_name(service, owner, body, "save_weights", canonical_json(given))
         return _submit(service, owner, body, "save_weights", canonical_json(given))
 
     @router.post("/save_weights_for_sampler")
@@ -224,6 +292,7 @@ def _saving_router() -> APIRouter:
             raise Refusal(400, "weights to draw from need a path, or a sampling_session_seq_id, and not both")
         given = {"name": body.path, **body.model_dump(include={"ttl_seconds", "user_metadata"})}
         payload = canonical_json({**given, "number": body.sampling_session_seq_id})
+        _require_name(service, owner, body, "save_weights_for_sampler", canonical_json(given))
         # The client counts sessions anew when it sends a request again.
         return _submit(service, owner, body, "save_weights_for_sampler", payload, same=canonical_json(given))
 
@@ -240,6 +309,17 @@ def _saving_router() -> APIRouter:
         return {"request_id": service.submit(owner, body.model_id, None, "unload_model", b"{}")}
 
     return router
+
+
+def _require_name(service: Service, owner: str, body: Any, kind: str, same: bytes) -> None:
+    """Refuse a name that could mean a place; the request has then taken its turn."""
+    service.owned("models", body.model_id, owner)
+    try:
+        if body.path is not None:
+            require_name(body.path)
+    except EtudeError as error:
+        service.submit(owner, body.model_id, body.seq_id or None, kind, same, refused=str(error))
+        raise Refusal(400, str(error)) from None
 
 
 def _json(body: bytes) -> dict[str, Any]:
@@ -306,9 +386,13 @@ def submit_sample(service: Service, owner: str, body: bodies.SampleBody) -> str:
     if "" in stops:
         raise Refusal(400, "stop holds an empty text, which would end everything at once")
     room = context - len(prompt)
+    most = room if params.max_tokens is None else min(room, params.max_tokens)
+    if most * body.num_samples > service.limits.drawn_tokens:
+        asks = f"{body.num_samples} completions of {most} tokens"
+        raise Refusal(400, f"{asks} are too many: {service.limits.drawn_tokens} tokens in one request are the most")
     asked = {
         "prompt": prompt, "n": body.num_samples, "temperature": params.temperature, "top_p": params.top_p,
-        "max_tokens": room if params.max_tokens is None else min(room, params.max_tokens),
+        "max_tokens": most,
         "top_k": max(0, params.top_k), "stop_texts": [stop for stop in stops if isinstance(stop, str)],
         "stop_tokens": [stop for stop in stops if isinstance(stop, int)], "ends": params.stop != [],
         "prompt_logprobs": bool(body.prompt_logprobs), "top_prompt": body.topk_prompt_logprobs,

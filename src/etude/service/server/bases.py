@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 from torch import nn
 
@@ -19,7 +20,8 @@ from etude.policies.language.tiny import Tiny
 from etude.rng import generators_kept
 
 LORA_ALPHA: Final = 32.0
-"""Scale of adapters times their rank: the learning rate that fits one rank then fits the others."""
+"""Scale of adapters times their rank: the learning rate that fits one rank then fits the others. tinker-cookbook's
+`hyperparam_utils` supposes 32, and so do the experiments its rates come from."""
 EMBEDDED: Final = ("tiny", "smollm2")
 MAX_RANK: Final = 512
 
@@ -47,13 +49,14 @@ class Bases:
         """Offer models.
 
         Args:
-            names: `tiny`, `smollm2`, or directories of Hugging Face models; a directory is offered by its last name.
+            names: `tiny`, `smollm2`, or directories of Hugging Face models; a directory is offered by its last name,
+                and each of them by another one as `NAME=WHAT`.
         """
-        self._sources: dict[str, tuple[ModelSource, str]] = {}
+        self._sources: dict[str, tuple[ModelSource, str | None]] = {}
         for name in names:
             key, source, tokenizer = _source_of(name)
             if key in self._sources:
-                raise ConfigError(f"two models are named {key!r}; rename one of the directories")
+                raise ConfigError(f"two models are named {key!r}; give one of them another name: --model NAME=WHAT")
             self._sources[key] = source, tokenizer
         self._loaded: dict[str, LanguageModel] = {}
         self._lock = threading.Lock()
@@ -68,9 +71,18 @@ class Bases:
         if name not in self._sources:
             raise ConfigError(f"there is no base model {name!r}; this service offers {', '.join(self._sources)}")
 
-    def tokenizer_id(self, name: str) -> str:
-        """Return where the tokenizer of a model is."""
-        return self._sources[name][1]
+    def tokenizer_path(self, name: str, folder: Path) -> str:
+        """Return the directory that the tokenizer of a model is loaded from: its own, or one written into a folder."""
+        own = self._sources[name][1]
+        if own is not None:
+            return own
+        tokenizer, place = self.get(name).tokenizer, folder.resolve() / f"of-{quote(name, safe='')}"
+        with self._lock:
+            if not place.is_dir():
+                part = place.with_name(f"{place.name}.part")
+                tokenizer.save_pretrained(part)
+                part.rename(place)
+        return str(place)
 
     def get(self, name: str) -> LanguageModel:
         """Return a base model, frozen; it is loaded when it is first asked for."""
@@ -109,15 +121,17 @@ class Bases:
                 return LanguageModel(lora.apply(model), base.tokenizer)
 
 
-def _source_of(name: str) -> tuple[str, ModelSource, str]:
-    if name == "tiny":
-        return name, ModelSource(tiny=Tiny()), name
-    if name == "smollm2":
-        return name, ModelSource("smollm2"), name
-    path = Path(name).expanduser()
+def _source_of(given: str) -> tuple[str, ModelSource, str | None]:
+    """Return the name of a model, where it comes from, and the directory of its tokenizer, if there is one."""
+    name, _, what = given.rpartition("=")
+    if Path(given).expanduser().is_dir():
+        name, what = "", given
+    if what in EMBEDDED:
+        return name or what, ModelSource(tiny=Tiny()) if what == "tiny" else ModelSource(what), None
+    path = Path(what).expanduser()
     if not path.is_dir():
-        raise ConfigError(f"there is no model {name!r}: name {' or '.join(EMBEDDED)}, or a directory of one")
-    return path.resolve().name, ModelSource(str(path)), str(path.resolve())
+        raise ConfigError(f"there is no model {what!r}: name {' or '.join(EMBEDDED)}, or a directory of one")
+    return name or path.resolve().name, ModelSource(str(path)), str(path.resolve())
 
 
 def _targets(model: Any, adapter: Adapter) -> list[str]:

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 
 MAX_TOKENS = 1 << 20
 _Text = Annotated[str, Field(max_length=300)]
 _Place = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+_Clone = Annotated[int, Field(ge=0, lt=1 << 32)]
 _Seconds = Annotated[int, Field(ge=1, le=10 * 366 * 24 * 3600)]
+
+
+METADATA_BYTES = 64 << 10
+METADATA_DEPTH = 32
+MIN_TEMPERATURE = 1e-6
+
+
+def _require_plain(given: Any) -> Any:
+    """Refuse what could not be told again as JSON: numbers and characters that it has not, and depths."""
+    if not _is_flat(given, METADATA_DEPTH):
+        raise ValueError(f"it is nested deeper than {METADATA_DEPTH} levels")
+    if len(json.dumps(given, ensure_ascii=False, allow_nan=False).encode()) > METADATA_BYTES:
+        raise ValueError(f"it is larger than {METADATA_BYTES} bytes")
+    return given
+
+
+def _is_flat(given: Any, levels: int) -> bool:
+    inner = given.values() if isinstance(given, dict) else given if isinstance(given, list) else ()
+    return levels >= 0 and all(_is_flat(one, levels - 1) for one in inner)
+
+
+def _require_temperature(given: float) -> float:
+    if 0 < given < MIN_TEMPERATURE:
+        raise ValueError(f"temperatures are 0, or {MIN_TEMPERATURE:g} at least")
+    return given
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_require_plain)]
+"""What clients note about their own things."""
+Temperature = Annotated[FiniteFloat, Field(ge=0), AfterValidator(_require_temperature)]
 
 
 class Lenient(BaseModel):
@@ -30,7 +62,7 @@ class CreateSession(Lenient):
     """Begin a session."""
 
     tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     display_name: str | None = None
 
 
@@ -43,7 +75,7 @@ class SessionBody(Lenient):
 class LoraBody(Body):
     """Which weights are trained."""
 
-    rank: int = 32
+    rank: int = Field(32, ge=-(1 << 31), lt=1 << 31)
     seed: _Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -62,7 +94,7 @@ class CreateModel(Body):
     session_id: _Text
     model_seq_id: _Place
     base_model: _Text
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     lora_config: LoraBody | None = None
     optimizer_config: Optimizer = Optimizer()
     type: Literal["create_model"] = "create_model"
@@ -78,12 +110,13 @@ class Model(Body):
 class Adam(Body):
     """One step of Adam."""
 
-    learning_rate: FiniteFloat = Field(1e-4, ge=0)
+    # Far above what is of use, and far below what float32 holds.
+    learning_rate: FiniteFloat = Field(1e-4, ge=0, le=1e6)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    eps: FiniteFloat = Field(1e-12, ge=0)
-    weight_decay: FiniteFloat = Field(0.0, ge=0)
-    grad_clip_norm: FiniteFloat = Field(0.0, ge=0)
+    eps: FiniteFloat = Field(1e-12, ge=0, le=1e6)
+    weight_decay: FiniteFloat = Field(0.0, ge=0, le=1e6)
+    grad_clip_norm: FiniteFloat = Field(0.0, ge=0, le=1e30)
 
 
 class OptimStep(Body):
@@ -129,7 +162,7 @@ class LoadWeights(Body):
     session_id: _Text | None = None
     model_seq_id: _Place | None = None
     base_model: _Text | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     optimizer_config: Optimizer | None = None
     weights_access_token: str | None = None
     type: str | None = None
@@ -164,8 +197,8 @@ class SamplingBody(Body):
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     seed: _Seed | None = None
     stop: str | list[_Token] | list[str] | None = None
-    temperature: FiniteFloat = Field(1.0, ge=0)
-    top_k: int = Field(-1, ge=-1)
+    temperature: Temperature = 1.0
+    top_k: int = Field(-1, ge=-1, lt=1 << 31)
     top_p: float = Field(1.0, gt=0, le=1)
 
 
@@ -182,7 +215,7 @@ class SampleBody(Body):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(0, ge=0, le=1024)
     topk_sample_logprobs: int = Field(0, ge=0, le=1024)
-    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+    prompt_logprobs_last_n: int | None = Field(None, ge=1, lt=1 << 31)
     target_prompt_logprobs: dict[str, Any] | None = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None
@@ -202,7 +235,7 @@ class SamplerTarget(Body):
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: _Text
-    cloned_sampler_id: _Place = 0
+    cloned_sampler_id: _Clone = 0
 
 
 class RetrieveMany(Body):

@@ -7,10 +7,11 @@ import json
 import re
 import sqlite3
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from etude.errors import CheckpointError, ConfigError, DataError
 from etude.service.server.store import Store
@@ -72,16 +73,17 @@ def save_sampler(
     store: Store, model: sqlite3.Row, trained: TrainedModel, given: Mapping[str, Any], effects: Effects, *, keep: int
 ) -> dict[str, Any]:
     """Write weights to draw from, under a name or for one sampling session."""
+    name = None if given.get("name") is None else require_name(given["name"])
     file, size = store.write_weights(trained.weights())
-    if given.get("name") is not None:
-        name = require_name(given["name"])
+    if name is not None:
         return {"path": _keep(store, _row(model, "sampler_weights", name, given, file, size), effects)}
     sampler = {
         "id": f"{model['session']}:sample:{given['number']}", "owner": model["owner"], "session": model["session"],
         "model": model["id"], "base": model["base"], "adapter": model["adapter"], "file": file,
-        "created": time.time(), "ephemeral": 1,
+        "created": store.now(), "ephemeral": 1,
     }  # fmt: skip
-    old = store.all("SELECT * FROM samplers WHERE model=? AND ephemeral=1 ORDER BY created DESC", model["id"])
+    query = "SELECT * FROM samplers WHERE model=? AND ephemeral=1 AND id!=? ORDER BY created DESC"
+    old = store.all(query, model["id"], sampler["id"])
 
     def write(db: sqlite3.Connection) -> None:
         store.insert("samplers", sampler, db=db, replace=True)
@@ -94,15 +96,16 @@ def save_sampler(
 
 
 def _row(model: sqlite3.Row, kind: str, name: str, given: Mapping[str, Any], file: str, size: int) -> dict[str, Any]:
-    ttl_s, now = given.get("ttl_seconds"), time.time()
+    ttl_s = given.get("ttl_seconds")
     return {
         "model": model["id"], "kind": kind, "name": name, "owner": model["owner"], "file": file, "base": model["base"],
-        "adapter": model["adapter"], "created": now, "expires": None if ttl_s is None else now + ttl_s, "size": size,
+        "adapter": model["adapter"], "expires": None if ttl_s is None else time.time() + ttl_s, "size": size,
         "about": json.dumps(given.get("user_metadata")),
     }  # fmt: skip
 
 
 def _keep(store: Store, row: dict[str, Any], effects: Effects) -> str:
+    row["created"] = store.now()
     query = "SELECT * FROM checkpoints WHERE model=? AND kind=? AND name=?"
     known = store.find(query, row["model"], row["kind"], row["name"])
     effects.writes.append(lambda db: store.insert("checkpoints", row, db=db, replace=True))
@@ -136,8 +139,11 @@ def delete_checkpoint(store: Store, row: sqlite3.Row) -> None:
     store.drop_unused([row["file"]])
 
 
-def archive(store: Store, row: sqlite3.Row) -> bytes:
-    """Return a checkpoint as a tar file: the trained weights in safetensors, and what they belong to."""
+def archive(store: Store, row: sqlite3.Row) -> IO[bytes]:
+    """Return a checkpoint as an open tar file: the trained weights in safetensors, and what they belong to.
+
+    The file has no name: it is gone when it is closed, and also after a kill.
+    """
     from safetensors.torch import save
 
     tensors = {
@@ -153,13 +159,13 @@ def archive(store: Store, row: sqlite3.Row) -> bytes:
     if adapter["rank"]:
         named["adapter_config.json"] = json.dumps(_peft_config(row["base"], adapter["rank"], plain)).encode()
     named["about.json"] = json.dumps(about, indent=1).encode()
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
+    file = tempfile.TemporaryFile(dir=store.folder)  # noqa: SIM115 - whoever sends it closes it
+    with tarfile.open(fileobj=file, mode="w") as tar:
         for name, data in named.items():
             entry = tarfile.TarInfo(name)
             entry.size, entry.mtime = len(data), int(row["created"])
             tar.addfile(entry, io.BytesIO(data))
-    return buffer.getvalue()
+    return file
 
 
 def _peft_config(base: str, rank: int, names: Mapping[str, Any]) -> dict[str, Any]:

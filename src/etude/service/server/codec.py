@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,7 +20,8 @@ _FLOAT32, _INT64, _INT32, _BFLOAT16 = 1, 2, 3, 4
 _TYPES: Final = {_FLOAT32: np.float32, _INT64: np.int64, _INT32: np.int32, _BFLOAT16: np.uint16}
 _NAMES: Final = {"float32": _FLOAT32, "int64": _INT64}
 MAX_CELLS = 1 << 24
-"""Numbers that one tensor may have: a sparse one says its size in a few bytes."""
+"""Numbers that the sparse tensors of a request may have in all: one says its size in a few bytes."""
+MAX_DATUMS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -95,20 +97,29 @@ def _write_datum(message: Any, datum: Mapping[str, Any]) -> None:
         if chunk.get("type", "encoded_text") != "encoded_text":
             message.model_input.add().image.SetInParent()
             continue
-        message.model_input.add().encoded_text.tokens = np.asarray(chunk["tokens"], np.int32).tobytes()
+        message.model_input.add().encoded_text.tokens = _whole_numbers(chunk["tokens"], np.int32).tobytes()
     for name, tensor in datum["loss_fn_inputs"].items():
         if tensor["dtype"] not in _NAMES:
             raise ValueError(f"dtype {tensor['dtype']!r}")
         found = message.loss_fn_inputs[name]
         found.dtype = _NAMES[tensor["dtype"]]
-        values = np.asarray(tensor["data"], _TYPES[found.dtype])
+        with np.errstate(over="ignore"):  # what is infinite then is refused as such
+            values = _whole_numbers(tensor["data"]) if found.dtype == _INT64 else np.asarray(tensor["data"], np.float32)
         found.shape.extend(tensor.get("shape") or [values.size])
         if tensor.get("sparse_crow_indices") is None:
             found.dense = values.tobytes()
             continue
         found.sparse_csr.values = values.tobytes()
-        found.sparse_csr.crow_indices = np.asarray(tensor["sparse_crow_indices"], np.int64).tobytes()
-        found.sparse_csr.col_indices = np.asarray(tensor["sparse_col_indices"], np.int64).tobytes()
+        found.sparse_csr.crow_indices = _whole_numbers(tensor["sparse_crow_indices"]).tobytes()
+        found.sparse_csr.col_indices = _whole_numbers(tensor["sparse_col_indices"]).tobytes()
+
+
+def _whole_numbers(given: Any, kind: Any = np.int64) -> np.ndarray:
+    """Return integers; NumPy would cut fractions off."""
+    found = np.asarray(given)
+    if found.size and not np.issubdtype(found.dtype, np.integer):
+        raise ValueError(f"whole numbers are needed, got {found.dtype}")
+    return np.asarray(given, kind)
 
 
 def work_of(message: Any) -> Work:
@@ -116,11 +127,23 @@ def work_of(message: Any) -> Work:
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.HasField("text") else value.number
-    if not message.data:
-        raise DataError("the request has no data")
+    if not 0 < len(message.data) <= MAX_DATUMS:
+        raise DataError("the request has no data" if not message.data else f"{MAX_DATUMS} datums are the most")
+    _require_cells(message)
     rows = [_row_of(datum, f"datum {number}") for number, datum in enumerate(message.data)]
     seq_id = message.seq_id if message.HasField("seq_id") else None
     return Work(message.model_id, seq_id, rows, message.loss_fn, config, bool(message.forward_only))
+
+
+def _require_cells(message: Any) -> None:
+    """Refuse sparse tensors that say little and mean much, before any of them is written out."""
+    cells = 0
+    for datum in message.data:
+        for tensor in datum.loss_fn_inputs.values():
+            if tensor.HasField("sparse_csr"):
+                cells += math.prod(max(1, size) for size in list(tensor.shape)[:2])
+    if cells > MAX_CELLS:
+        raise DataError(f"the sparse tensors have {cells} numbers when written out; {MAX_CELLS} are the most")
 
 
 def _row_of(datum: Any, where: str) -> DatumRow:
@@ -164,6 +187,8 @@ def _tensor_of(message: Any, where: str) -> Tensor:
         return _dense_of(message, where)
     values = _values(message.dense, message.dtype, where)
     shape = list(message.shape) or [values.numel()]
+    if len(shape) > 2:
+        raise DataError(f"{where} has a shape of {len(shape)} sizes; there are [tokens] and [tokens, K]")
     if any(size < 0 for size in shape) or int(np.prod(shape, dtype=object)) != values.numel():
         raise DataError(f"{where} has {values.numel()} numbers, which do not fill the shape {shape}")
     return values.view(shape)
@@ -181,8 +206,8 @@ def _dense_of(message: Any, where: str, *, listed: bool = False) -> Tensor:
     shape, csr = list(message.shape), message.sparse_csr
     values = _values(csr.values, message.dtype, where)
     crow, col = (_numbers(data, np.int64, where) for data in (csr.crow_indices, csr.col_indices))
-    if len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] > MAX_CELLS:
-        raise DataError(f"{where}: a sparse tensor needs a shape [rows, columns], got {shape}")
+    if len(shape) != 2 or min(shape) < 1:
+        raise DataError(f"{where}: a sparse tensor needs a shape [rows, columns], got {shape[:8]}")
     is_sound = (
         len(crow) == shape[0] + 1
         and len(col) == values.numel()

@@ -13,13 +13,13 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from etude.service.server import bodies
+from etude.service.server.access import PROTOBUF
 from etude.service.server.codec import sample_json, training_json
 from etude.service.server.service import Service
 from etude.service.server.who import Owner, Served
 
 CLONE = 1_000_000_000
 """Clients that share a sampling session count their requests in blocks of so many."""
-PROTOBUF = "application/x-protobuf"
 _AS_JSON = {"sample": sample_json, "forward": training_json, "forward_backward": training_json}
 
 
@@ -32,7 +32,7 @@ def futures_router() -> APIRouter:
         deadline_s = time.monotonic() + service.limits.poll_s
         with service.listening(body.request_id) as event:
             row = await run_in_threadpool(service.request, body.request_id, owner)
-            while row["state"] == "pending" and await _set_before(event, deadline_s):
+            while row["state"] == "pending" and not service.is_ending and await _set_before(event, deadline_s):
                 row = await run_in_threadpool(service.request, body.request_id, owner)
         if row["state"] != "pending":
             return answer(row, request.headers.get("accept", ""))
@@ -45,7 +45,7 @@ def futures_router() -> APIRouter:
         await run_in_threadpool(service.owned, "samplers", body.target.sampling_session_id, owner)
         with service.listening(body.target.sampling_session_id) as event:
             rows = await run_in_threadpool(_finished, service, body)
-            while not rows and await _set_before(event, deadline_s):
+            while not rows and not service.is_ending and await _set_before(event, deadline_s):
                 rows = await run_in_threadpool(_finished, service, body)
         completions = [
             {"state": "finished", "request_id": row["id"], "response_payload_uncompressed_size": len(row["result"])}

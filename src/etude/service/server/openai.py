@@ -130,7 +130,7 @@ def _ask(
     seed = secrets.randbits(62) if body.seed is None else body.seed
     return Ask(
         weights, prompts, body.n, limit or min(CHAT_TOKENS, room), body.temperature, body.top_p, max(0, body.top_k),
-        tuple(body.stop), seed, not body.ignore_eos, top,
+        tuple(body.stop), seed, owner, not body.ignore_eos, top,
     )  # fmt: skip
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, FiniteFloat, ValidationError, WrapValidator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, WrapValidator, model_validator
 
-from etude.service.server.bodies import MAX_TOKENS, Body, _Text, _Token
+from etude.service.server.bodies import MAX_TOKENS, Body, Temperature, _Text, _Token
 
 MAX_PROMPTS: Final = 256
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -46,9 +46,9 @@ class DrawingBody(Body):
 
     model: _Text
     n: int = Field(1, ge=1, le=128)
-    temperature: FiniteFloat = Field(1.0, ge=0)
+    temperature: Temperature = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, lt=1 << 31)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: _Stops = []
     ignore_eos: bool = False

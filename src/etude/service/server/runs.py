@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
+import threading
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import RedirectResponse
+from fastapi.responses import RedirectResponse, StreamingResponse
 
 from etude.service.server import bodies
 from etude.service.server.checkpoints import KINDS, SCHEME, archive, delete_checkpoint, find_checkpoint, path_of
@@ -18,6 +21,7 @@ from etude.service.server.who import Owner, Served
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=1 << 31)]
+_archiving = threading.Lock()
 _ALIVE = "(expires IS NULL OR expires>?)"
 
 
@@ -116,12 +120,24 @@ def _add_checkpoint_calls(router: APIRouter) -> None:
     def archive_url(request: Request, model: str, kind: str, name: str, service: Served, owner: Owner) -> Response:
         find_checkpoint(service.store, f"{SCHEME}{model}/{kind}/{name}", owner)
         until = datetime.fromtimestamp(time.time() + 3600, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
-        return RedirectResponse(f"{request.url}.tar", 302, headers={"Expires": until})
+        file = request.url.replace(path=f"{request.url.path}.tar", query="")
+        return RedirectResponse(file, 302, headers={"Expires": until})
 
     @router.get(place + "/archive.tar")
     def archive_file(model: str, kind: str, name: str, service: Served, owner: Owner) -> Response:
         row = find_checkpoint(service.store, f"{SCHEME}{model}/{kind}/{name}", owner)
-        return Response(archive(service.store, row), media_type="application/x-tar")
+        with _archiving:  # one at a time is in memory; what waits to be sent is on the disk
+            file = archive(service.store, row)
+        size = file.seek(0, os.SEEK_END)
+        return StreamingResponse(_pieces(file), media_type="application/x-tar", headers={"Content-Length": str(size)})
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield a file from its beginning, and close it, also when nobody wants the rest."""
+    with file:
+        file.seek(0)
+        while piece := file.read(1 << 20):
+            yield piece
 
 
 def _own(service: Service, model: str, kind: str, name: str, owner: str) -> sqlite3.Row:

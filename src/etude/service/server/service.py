@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from etude.errors import ConfigError, EtudeError
+from etude.service.server.access import Refusal
 from etude.service.server.bases import MAX_RANK, Adapter, Bases
 from etude.service.server.codec import Work, canonical_json, work_of
 from etude.service.server.sampling import SamplingWorker
@@ -23,16 +24,14 @@ from etude.service.server.store import Store
 from etude.service.server.trained import require_work
 from etude.service.server.training import TrainingWorker
 
+__all__ = ["CREATE_SEQ", "Counts", "Limits", "Refusal", "Service", "require_models"]
+
 CREATE_SEQ: Final = 0
 """The place of a model's creation among its requests; the client counts the others from 1."""
 
 
-class Refusal(EtudeError):
-    """A request that cannot be served, with the status that says so."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+SESSION_S: Final = 3600.0
+"""How long a session that is not heard of counts as open; its client sends a heartbeat every 10 s."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,12 @@ class Limits:
     """Largest body of a request."""
     queue: int = 1000
     """Requests of one model, or of one sampling session, that may wait."""
+    queue_bytes: int = 1 << 30
+    """What they may hold in all."""
+    sessions: int = 1000
+    """Sessions of one key that may be open: begun or heard of within the last hour."""
+    drawn_tokens: int = 1 << 18
+    """Tokens that one request may ask to draw, over all its completions."""
     poll_s: float = 25.0
     """How long a result is waited for before the client is told to ask again; it gives up after 45."""
     snapshot_steps: int = 20
@@ -53,8 +58,8 @@ class Limits:
     """How long results can be fetched."""
     keep_ephemeral: int = 32
     """Weights for sampling without a name that are kept for each model."""
-    gap_s: float = 600.0
-    """How long requests wait for one that should have come before them."""
+    gap_s: float = 60.0
+    """How long requests wait for one that should have come before them; a client tries again every 30 s at least."""
 
 
 @dataclass
@@ -76,6 +81,8 @@ class Service:
         self.bases = Bases(models)
         self.store = Store(folder)
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.is_ending = False
+        """Whether nobody is to wait any longer: results are fetched from the next start on."""
         self._waiting: dict[str, list[asyncio.Event]] = {}
         self._waiting_lock = threading.Lock()
         self.training, self.sampling = TrainingWorker(self), SamplingWorker(self)
@@ -95,17 +102,38 @@ class Service:
 
     def create_session(self, owner: str, about: Mapping[str, Any]) -> str:
         """Return the name of a new session."""
-        name = f"session-{secrets.token_hex(8)}"
-        row = {"id": name, "owner": owner, "created": time.time(), "seen": time.time(), "about": json.dumps(about)}
+        name, now = f"session-{secrets.token_hex(8)}", time.time()
+        row = {"id": name, "owner": owner, "created": now, "seen": now, "about": json.dumps(about)}
         with self.store.writing() as db:
+            query = "SELECT COUNT(*) AS n FROM sessions WHERE owner=? AND seen>?"
+            count = int(db.execute(query, (owner, now - SESSION_S)).fetchone()["n"])
+            if count >= self.limits.sessions:
+                raise Refusal(
+                    429, f"{count} sessions of this key are open, which is the most; use one of them, or wait for an "
+                    "hour after the last call of some (the service is told the number by --sessions)",
+                )  # fmt: skip
             self.store.insert("sessions", row, db=db)
         return name
+
+    def hear_session(self, name: str, owner: str) -> None:
+        """Note that a session's client is there, every few minutes."""
+        now = time.time()
+        if now - self.owned("sessions", name, owner)["seen"] > SESSION_S / 10:
+            with self.store.writing() as db:
+                db.execute("UPDATE sessions SET seen=? WHERE id=?", (now, name))
+
+    def forget_sessions(self) -> None:
+        """Forget sessions that nobody has used: without a model or a sampler, and not heard of for a day."""
+        unused = "NOT EXISTS (SELECT 1 FROM {0} WHERE {0}.session=sessions.id)"
+        where = " AND ".join(unused.format(table) for table in ("models", "samplers"))
+        with self.store.writing() as db:
+            db.execute(f"DELETE FROM sessions WHERE seen<? AND {where}", (time.time() - 24 * SESSION_S,))
 
     def owned(self, table: str, name: str, owner: str) -> sqlite3.Row:
         """Return the row of something that belongs to a client; what belongs to another does not exist."""
         found = self.store.find(f"SELECT * FROM {table} WHERE id=? AND owner=?", name, owner)
         if found is None:
-            raise Refusal(404, f"there is no {table[:-1]} {name!r}")
+            raise Refusal(404, f"there is no {table[:-1]} {name[:200]!r}")
         return found
 
     def create_model(
@@ -189,21 +217,39 @@ class Service:
                 self.store.insert("models", new_model, db=db)
             elif kind != "sample":
                 self._require_open(db, target, seq)
-            name = f"request-{hashlib.sha256(f'{target} {seq}'.encode()).hexdigest()[:24]}"
-            row = {
-                "id": name, "owner": owner, "target": target, "seq": seq, "kind": kind, "digest": digest,
-                "payload": None if refused else payload, "state": "refused" if refused else "pending",
-                "error": refused, "category": "user" if refused else None, "created": time.time(),
-                "finished": time.time() if refused else None,
-            }  # fmt: skip
-            self.store.insert("requests", row, db=db)
+            name = self._insert(db, owner, target, seq, kind, digest=digest, payload=payload, refused=refused)
         (self.sampling if kind == "sample" else self.training).notice(target)
         return name
 
+    def pass_turn(self, owner: str, target: str, seq: int, kind: str, why: str) -> None:
+        """Count a call that was refused as the turn it would have been, unless that turn is taken or far off."""
+        with self.store.writing() as db:
+            model = db.execute("SELECT * FROM models WHERE id=? AND owner=?", (target, owner)).fetchone()
+            if model is None or not model["next_seq"] <= seq <= model["next_seq"] + self.limits.queue:
+                return
+            if db.execute("SELECT 1 FROM requests WHERE target=? AND seq=?", (target, seq)).fetchone() is None:
+                self._insert(db, owner, target, seq, kind, digest="", payload=b"", refused=why)
+        self.training.notice(target)
+
+    def _insert(
+        self, db: sqlite3.Connection, owner: str, target: str, seq: int, kind: str, *, digest: str, payload: bytes,
+        refused: str | None,
+    ) -> str:  # fmt: skip
+        name = f"request-{hashlib.sha256(f'{target} {seq}'.encode()).hexdigest()[:24]}"
+        row = {
+            "id": name, "owner": owner, "target": target, "seq": seq, "kind": kind, "digest": digest,
+            "payload": None if refused else payload, "state": "refused" if refused else "pending",
+            "error": refused, "category": "user" if refused else None, "created": time.time(),
+            "finished": time.time() if refused else None,
+        }  # fmt: skip
+        self.store.insert("requests", row, db=db)
+        return name
+
     def _require_room(self, db: sqlite3.Connection, target: str) -> None:
-        query = "SELECT COUNT(*) AS n FROM requests WHERE target=? AND state='pending'"
-        waiting = int(db.execute(query, (target,)).fetchone()["n"])
-        if waiting >= self.limits.queue:
+        query = "SELECT COUNT(*) AS n, SUM(LENGTH(payload)) AS size FROM requests WHERE target=? AND state='pending'"
+        found = db.execute(query, (target,)).fetchone()
+        waiting, size = int(found["n"]), int(found["size"] or 0)
+        if waiting >= self.limits.queue or size >= self.limits.queue_bytes:
             raise Refusal(429, f"{waiting} requests of {target} are waiting, which is the most; try again later")
 
     def _require_open(self, db: sqlite3.Connection, target: str, seq: int) -> None:
@@ -237,6 +283,11 @@ class Service:
         if events and self.loop is not None and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(_set_all, events)
 
+    def end_waiting(self) -> None:
+        """Send home whoever waits for a result."""
+        self.is_ending = True
+        self.tell(list(self._waiting))
+
     @contextmanager
     def listening(self, name: str) -> Iterator[asyncio.Event]:
         """Context with an event that is set when something is told of a name: begin to listen, and then look."""
@@ -259,7 +310,7 @@ class Service:
 
         self.owned("sessions", session, owner)
         name = f"{session}:sample:{number}"
-        row: dict[str, Any] = {"id": name, "owner": owner, "session": session, "created": time.time()}
+        row: dict[str, Any] = {"id": name, "owner": owner, "session": session, "created": self.store.now()}
         if path is not None:
             found = find_checkpoint(self.store, path, owner)
             if base is not None and base != found["base"]:

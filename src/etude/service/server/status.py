@@ -18,7 +18,7 @@ from pydantic import Field, FiniteFloat
 from etude.runs.charts import Series, plan_chart
 from etude.runs.page import PACKAGE, render
 from etude.service.server.bodies import Body
-from etude.service.server.service import Counts, Service
+from etude.service.server.service import Counts, Refusal, Service
 from etude.service.server.who import Owner, Served
 
 RATE_S: Final = 30.0
@@ -27,6 +27,8 @@ MOST_MODELS: Final = 50
 DRAWN_MODELS: Final = 6
 """Models whose curves are shown: as many as there are colours."""
 MOST_POINTS: Final = 1000
+MOST_CURVES: Final = 100
+"""Names of curves that one model may have."""
 _Name = Annotated[str, Field(min_length=1, max_length=100)]
 
 
@@ -79,8 +81,12 @@ def status_router() -> APIRouter:
 
     @router.post("/api/v1/training_runs/{model}/curves")
     def report(model: str, body: Report, service: Served, owner: Owner) -> dict[str, Any]:
-        step = int(service.owned("models", model, owner)["steps"]) if body.step is None else body.step
+        found = service.owned("models", model, owner)
+        step = int(found["steps"]) if body.step is None else body.step
         with service.store.writing() as db:
+            known = {row["name"] for row in db.execute("SELECT DISTINCT name FROM curves WHERE model=?", (model,))}
+            if len(known | set(body.values)) > MOST_CURVES:
+                raise Refusal(400, f"{model} has {len(known)} curves, and {MOST_CURVES} are the most")
             for name, value in body.values.items():
                 db.execute("INSERT OR REPLACE INTO curves VALUES (?, ?, ?, ?)", (model, name, step, value))
         return {"step": step}
@@ -110,7 +116,7 @@ def _seen(request: Request, service: Service, owner: str) -> dict[str, Any]:
         "waiting": {
             "training": training, "sampling": sum(waiting.values()) - training, "live": request.app.state.live.waiting,
         },
-        "counts": service.counts, "charts": _charts(service, models[:DRAWN_MODELS]),
+        "counts": service.counts, "charts": _charts(service, models[:DRAWN_MODELS]), "drawn": DRAWN_MODELS,
     }  # fmt: skip
 
 

@@ -44,6 +44,11 @@ CREATE TABLE samplers (
 CREATE TABLE curves (model TEXT, name TEXT, step INTEGER, value REAL, PRIMARY KEY (model, name, step)) WITHOUT ROWID;
 """
 
+_LATEST = """
+SELECT MAX(COALESCE((SELECT MAX(created) FROM checkpoints), 0), COALESCE((SELECT MAX(created) FROM samplers), 0)) AS at
+"""
+"""When weights were last kept: what is kept next is newer, whatever the clock says."""
+
 
 class Store:
     """The state of one service; one process at a time has it open."""
@@ -56,14 +61,22 @@ class Store:
             raise no_place(error, folder) from None
         self.folder = folder
         self._held = DirectoryLock(folder)
-        self._held.acquire()
-        remove_leftovers(self.weights)
+        try:
+            self._held.acquire()
+        except OSError as error:
+            raise no_place(error, folder) from None
         self._lock = threading.RLock()
         try:
             self._open(folder / "service.db")
+            self._finish = int(self.one("SELECT COALESCE(MAX(finish), 0) AS n FROM requests")["n"])
+            self._now = float(self.one(_LATEST)["at"])
         except sqlite3.DatabaseError as error:
+            self._held.release()
             raise CheckpointError(f"{folder / 'service.db'} cannot be used: {error}") from None
-        self._finish = int(self.one("SELECT COALESCE(MAX(finish), 0) AS n FROM requests")["n"])
+        except ConfigError:
+            self.close()
+            raise
+        remove_leftovers(self.weights)
         self._drop_orphans()
 
     def _open(self, path: Path) -> None:
@@ -90,10 +103,11 @@ class Store:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # a full disk ends some transactions by itself, and leaves others open
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
 
     def all(self, query: str, *given: Any) -> list[sqlite3.Row]:
         """Return the rows of a query."""
@@ -117,6 +131,12 @@ class Store:
         names, marks = ", ".join(row), ", ".join("?" * len(row))
         how = "INSERT OR REPLACE" if replace else "INSERT"
         db.execute(f"{how} INTO {table} ({names}) VALUES ({marks})", tuple(row.values()))
+
+    def now(self) -> float:
+        """Return the time to write down: later than every one before, also where the clock went back."""
+        with self._lock:
+            self._now = max(time.time(), self._now + 1e-6)
+            return self._now
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,10 @@ from etude.service.named_losses import config_of, loss_by_token, require_inputs
 from etude.service.server.codec import Work
 
 WEIGHTS, FIRST, SECOND, STEPS = "weights.", "first_moment.", "second_moment.", "steps."
+
+
+class BrokenStep(NonFiniteError):
+    """A step that left weights which are no numbers: the model is of no use, and restored from what was before."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,17 @@ def require_work(work: Work, *, context: int, vocabulary: int) -> None:
         if least < 0 or most >= vocabulary:
             wrong = least if least < 0 else most
             raise DataError(f"{where} has the token {wrong}; the model knows 0 to {vocabulary - 1}")
+        _require_finite(row.inputs, where)
+
+
+def _require_finite(inputs: Mapping[str, Tensor], where: str) -> None:
+    """Refuse numbers that are not finite where they count."""
+    mask = inputs.get("mask")
+    for name, value in inputs.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            bad = ~value.isfinite() if mask is None or name == "mask" else ~value.isfinite() & (mask != 0)
+            if bool(bad.any()):
+                raise DataError(f"{where}: {name} holds {float(value[bad][0])}, which is not finite")
 
 
 class TrainedModel:
@@ -80,6 +96,8 @@ class TrainedModel:
                 for number, log_probs, loss in zip(batch, found, losses, strict=True):
                     outputs[number] = {"logprobs": log_probs.detach(), "elementwise_loss": loss.detach()}
         total = sum(float(one["elementwise_loss"].double().sum()) for one in outputs)
+        if not math.isfinite(total):
+            raise NonFiniteError(f"the {work.loss_fn} loss is not finite: {total}; look at the numbers that were sent")
         return Passed(outputs, {"loss:sum": total}, sum(len(row.tokens) for row in work.rows))
 
     def lose_gradients(self, why: str) -> None:
@@ -103,7 +121,16 @@ class TrainedModel:
             raise NonFiniteError("the gradients are not finite; no step was made, and they were cleared")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if present and not all(map(math.isfinite, torch._foreach_norm([one.detach() for one in present], math.inf))):
+            raise BrokenStep(
+                "this step would make weights that are not finite, and was taken back; look at its parameters"
+            )
         return {"grad_norm:mean": norm}
+
+    def clear(self) -> None:
+        """Forget gradients, as a step that is refused does."""
+        self.lost = None
+        self.optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> dict[str, Tensor]:
         """Return what is trained, by name."""

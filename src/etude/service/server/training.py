@@ -12,8 +12,8 @@ from etude.errors import EtudeError, one_line
 from etude.service.datums import AdamParams
 from etude.service.server.checkpoints import Effects, load_into, save_sampler, save_state
 from etude.service.server.codec import canonical_json, parse_message, training_bytes, work_of
-from etude.service.server.trained import TrainedModel
-from etude.service.server.worker import Worker, log
+from etude.service.server.trained import BrokenStep, TrainedModel
+from etude.service.server.worker import Worker, explain, log
 
 if TYPE_CHECKING:
     from etude.service.server.service import Service
@@ -30,6 +30,7 @@ class TrainingWorker(Worker):
         self._resident: OrderedDict[str, TrainedModel] = OrderedDict()
         self._since: dict[str, int] = {}
         """Steps of each resident model since its snapshot."""
+        self._began = time.time()
 
     @property
     def resident(self) -> list[str]:
@@ -65,7 +66,8 @@ class TrainingWorker(Worker):
         store, limit_s = self._service.store, self._service.limits.gap_s
         query = "SELECT * FROM requests WHERE target=? AND seq>? AND state='pending' ORDER BY seq"
         waiting = store.all(query, name, seq)
-        if not waiting or time.time() - min(row["created"] for row in waiting) < limit_s:
+        # Nobody could arrive while the service was away.
+        if not waiting or time.time() - max(self._began, min(row["created"] for row in waiting)) < limit_s:
             return
         with store.writing() as db:
             for row in waiting:
@@ -84,9 +86,11 @@ class TrainingWorker(Worker):
             result = self._answer(model, trained, request, effects)
         except EtudeError as found:
             error = str(found)
+            if isinstance(found, BrokenStep):
+                self._forget(model["id"])
         except Exception as found:  # noqa: BLE001 - told to the client as its result
-            log.exception("%s of %s failed", kind, model["id"])
-            error, category = f"the service failed: {type(found).__name__}: {one_line(found)}", "server"
+            error, category = explain(found, "%s of %s failed", kind, model["id"]), "server"
+            self._forget(model["id"])  # nobody knows how far it came: the next request finds what was before
         if error is not None:
             effects = Effects()
             service.counts.failures += 1
@@ -121,7 +125,10 @@ class TrainingWorker(Worker):
             effects.writes.append(lambda db: db.execute("UPDATE models SET steps=steps+1 WHERE id=?", (model["id"],)))
             self._since[model["id"]] += 1
             if self._since[model["id"]] >= service.limits.snapshot_steps:
-                self._snapshot(model, trained, request["seq"], effects)
+                try:
+                    self._snapshot(model, trained, request["seq"], effects)
+                except OSError as error:  # the step was made, and its place in the journal is enough
+                    log.warning("no snapshot of %s: %s; the next step tries again", model["id"], one_line(error))
             return canonical_json({"metrics": metrics, "type": "optim_step"})
         if kind == "create_model":
             return canonical_json({"model_id": model["id"], "type": "create_model"})
@@ -190,11 +197,9 @@ def _replay(trained: TrainedModel, row: Any) -> int:
             trained.run(work_of(parse_message(row["payload"])))
         elif row["state"] == "failed":
             trained.lose_gradients(f"an earlier forward_backward failed: {row['error']}")
-    elif row["kind"] == "optim_step" and row["state"] in ("done", "failed"):
-        try:
-            trained.step(AdamParams(**json.loads(row["payload"])))
-        except EtudeError:
-            if row["state"] == "done":
-                raise
+    elif row["kind"] == "optim_step" and row["state"] == "done":
+        trained.step(AdamParams(**json.loads(row["payload"])))
         return 1
+    elif row["kind"] == "optim_step" and row["state"] == "failed":
+        trained.clear()
     return 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Security
+from fastapi.security import APIKeyHeader
 
 from etude.service.server.service import Refusal, Service
 
@@ -15,7 +16,10 @@ def serving(request: Request) -> Service:
     return found
 
 
-def asking(request: Request) -> str:
+_KEY = APIKeyHeader(name="X-API-Key", auto_error=False, description="Also as a bearer token; not needed on loopback.")
+
+
+def asking(request: Request, _: Annotated[str | None, Security(_KEY)]) -> str:
     """Return who asks; refuse strangers."""
     owner: str | None = request.app.state.keys.owner(request.headers)
     if owner is None:

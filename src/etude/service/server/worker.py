@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, ClassVar
 
+from etude.errors import one_line
+
 if TYPE_CHECKING:
     from etude.service.server.service import Service
 
 log = logging.getLogger("etude.service")
-IDLE_S = 30.0
+LOOK_S = 10.0
+"""How often targets are looked at that nothing new has come for."""
+
+
+def explain(error: Exception, what: str, *names: object) -> str:
+    """Log a fault of the service, with its place in the code unless the disk is to blame; return it as a sentence."""
+    why = one_line(error)
+    if isinstance(error, OSError | sqlite3.OperationalError):
+        log.error(what + ": %s", *names, why)
+        return f"the service cannot write or read its files: {why}"
+    log.error(what, *names, exc_info=error)
+    return f"the service failed: {type(error).__name__}: {why}"
 
 
 class Worker:
@@ -51,20 +65,38 @@ class Worker:
                 self._due.append(target)
             self._change.notify()
 
+    def heed(self, target: str) -> bool:
+        """Tell whether a target was noticed since it was last looked at, which it is now."""
+        with self._change:
+            is_due = target in self._due
+            if is_due:
+                self._due.remove(target)
+            return is_due
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a target waits for its turn."""
+        return bool(self._due)
+
     def _run(self) -> None:
+        looked_s = time.monotonic()
         while True:
             with self._change:
-                while not self._due and not self._is_stopping:
-                    self._change.wait(IDLE_S)
-                    self._due.extend(self._overdue())
+                if not self._due and not self._is_stopping:
+                    self._change.wait(LOOK_S)
                 if self._is_stopping:
                     return
+                if time.monotonic() - looked_s >= LOOK_S:
+                    looked_s = time.monotonic()
+                    self._due.extend(target for target in self._overdue() if target not in self._due)
+                if not self._due:
+                    continue
                 target = self._due.popleft()
             try:
                 if self._serve(target):
                     self.notice(target)
-            except Exception:
-                log.exception("%s for %s failed", self.name, target)
+            except Exception as error:  # noqa: BLE001 - logged, and tried again
+                explain(error, "%s for %s failed and is tried again", self.name, target)
                 self._forget(target)
                 time.sleep(1.0)
                 self.notice(target)

@@ -26,8 +26,8 @@ class StepOutcome:
     """The episode is over by its own rules; for tasks with a goal, because it is reached."""
     truncated: bool
     """The episode is over because its time is up."""
-    success: bool
-    """Whether the task is done at this step."""
+    success: bool | None
+    """Whether the task is done at this step; None where the environment has no notion of success."""
     info: Mapping[str, Any]
     """What the simulator says beside that, unchanged."""
 
@@ -76,6 +76,22 @@ class HasExpert(Protocol):
 
     def expert_action(self) -> Array:
         """Return what the expert would do now, within the bounds of the action."""
+
+
+@runtime_checkable
+class CanLookAway(Protocol):
+    """An environment that need not render what nobody looks at."""
+
+    looks: bool
+    """Whether observations have pictures; without them a step costs only what simulating it does."""
+
+
+@runtime_checkable
+class HasScene(Protocol):
+    """An environment that can name where things are, whatever of it the policy sees."""
+
+    def scene(self) -> dict[str, float]:
+        """Return where things are now, by names such as object_x."""
 
 
 def as_image(picture: Any, name: str) -> Array:

@@ -34,7 +34,7 @@ class GymEnvironment:
         task: What is to be done, in words; the id unless given.
         max_steps: Steps before an episode is truncated; None takes the environment's own limit.
         success_return: An episode succeeds once its rewards sum to this; None takes `is_success` or `success` of the
-            environment's info.
+            environment's info; where there is neither, episodes have a reward and no success.
         render: Whether `render` will be asked for pictures, which the environment must be told when it is made.
         options: Arguments of the environment itself.
     """
@@ -79,14 +79,15 @@ class GymEnvironment:
         self._steps += 1
         self._return += float(reward)
         success = self._is_success(info)
-        ended = bool(terminated) or (success and self._success_return is not None)
+        ended = bool(terminated) or (success is True and self._success_return is not None)
         late = not ended and (bool(truncated) or self._steps >= self.max_steps)
         return StepOutcome(self._convert(observation), float(reward), ended, late, success, info)
 
-    def _is_success(self, info: Mapping[str, Any]) -> bool:
+    def _is_success(self, info: Mapping[str, Any]) -> bool | None:
         if self._success_return is not None:
             return self._return >= self._success_return
-        return bool(info.get("is_success", info.get("success", False)))
+        told = info.get("is_success", info.get("success"))
+        return None if told is None else bool(told)
 
     def _convert(self, observation: Any) -> Observation:
         converted: Observation = {}

@@ -31,10 +31,18 @@ _PARTS = (
     *(f"second_{axis}" for axis in _AXES),
 )
 STATE_NAMES = (*_PARTS, *(f"previous_{name}" for name in _PARTS), "goal_x", "goal_y", "goal_z")
+_BETWEEN = (("object", "hand"), ("second", "hand"), ("goal", "hand"), ("goal", "object"))
 HAND_NAMES = tuple(name for name in STATE_NAMES if name.removeprefix("previous_") in _PARTS[:4])
 """What a robot knows of itself: where its hand is and was; things and goal are for the cameras to see."""
+RELATIVE_NAMES = (
+    *STATE_NAMES,
+    *(f"{one}_from_{other}_{axis}" for one, other in _BETWEEN for axis in "xyz"),
+)
+"""All of it, and where things and the goal are from the hand, and the goal from the thing: what a hand goes by."""
 ACTION_NAMES = ("dx", "dy", "dz", "gripper")
 _HAND = [STATE_NAMES.index(name) for name in HAND_NAMES]
+_POINTS = {name: STATE_NAMES.index(f"{name}_x") for name in ("hand", "object", "second", "goal")}
+_NAMES = {"full": STATE_NAMES, "hand": HAND_NAMES, "relative": RELATIVE_NAMES}
 
 
 class MetaWorld:
@@ -46,7 +54,8 @@ class MetaWorld:
         task: Name of the task, such as pick-place; pick-place-v3 means the same.
         cameras: Cameras to observe: corner, corner2, corner3, corner4, topview, behindGripper, gripperPOV.
         size: Height and width of the observed pictures, in pixels.
-        state: full (39 numbers: hand, things, their past, and the goal) or hand (8 numbers: the hand and its past).
+        state: full (39 numbers: hand, things, their past, and the goal), hand (8 numbers: the hand and its past) or
+            relative (51 numbers: full, and where things and goal are from the hand and from each other).
         max_steps: Steps before an episode is truncated.
         render_camera: Camera of the pictures for people.
         render_height: Height of the pictures for people.
@@ -60,7 +69,7 @@ class MetaWorld:
         task: str,
         cameras: Sequence[str] = (),
         size: int = 96,
-        state: Literal["full", "hand"] = "full",
+        state: Literal["full", "hand", "relative"] = "full",
         max_steps: int = 500,
         render_camera: str = "corner4",
         render_height: int = 240,
@@ -70,10 +79,10 @@ class MetaWorld:
         self.task = TASKS[self.name]
         self.cameras = tuple(cameras)
         self.max_steps = max_steps
-        if state not in ("full", "hand"):
-            raise ConfigError(f"the state of Meta-World is full or hand, got {state!r}")
-        self._kept = None if state == "full" else _HAND
-        names = STATE_NAMES if state == "full" else HAND_NAMES
+        self.looks = True
+        if state not in _NAMES:
+            raise ConfigError(f"the state of Meta-World is full, hand or relative, got {state!r}")
+        self._state, names = state, _NAMES[state]
         for camera in (*self.cameras, render_camera):
             if camera not in CAMERAS:
                 near = did_you_mean(camera, CAMERAS)
@@ -101,9 +110,9 @@ class MetaWorld:
         sizes = {max(feature.shape) for feature in images.values()}
         cameras = [name.removeprefix(image_name("")) for name in images]
         options: dict[str, Any] = {"cameras": cameras, "size": sizes.pop()} if len(sizes) == 1 else {}
-        if STATE in spec.features and spec[STATE].shape == (len(HAND_NAMES),):
-            options["state"] = "hand"
-        return options
+        shape = spec[STATE].shape if STATE in spec.features else None
+        kinds = [kind for kind, names in _NAMES.items() if kind != "full" and shape == (len(names),)]
+        return {**options, "state": kinds[0]} if kinds else options
 
     def reset(self, seed: int) -> Observation:
         """Begin the episode of a seed: where things and the goal lie follows from it and from nothing else."""
@@ -142,10 +151,20 @@ class MetaWorld:
         bounded: Array = np.clip(action, -1.0, 1.0).astype(np.float32)
         return bounded
 
+    def scene(self) -> dict[str, float]:
+        """Return where hand, things and goal are, whatever of it is observed."""
+        named = zip(STATE_NAMES, self._raw.tolist(), strict=True)
+        return {name: value for name, value in named if not name.startswith("previous_")}
+
     def _observe(self) -> Observation:
-        state = self._raw if self._kept is None else self._raw[self._kept]
-        seen: Observation = {STATE: state.astype(np.float32)}
-        for camera in self.cameras:
+        raw = self._raw
+        if self._state == "hand":
+            raw = raw[_HAND]
+        elif self._state == "relative":
+            at = {name: raw[first : first + 3] for name, first in _POINTS.items()}
+            raw = np.concatenate([raw, *(at[one] - at[other] for one, other in _BETWEEN)])
+        seen: Observation = {STATE: raw.astype(np.float32)}
+        for camera in self.cameras if self.looks else ():
             seen[image_name(camera)] = self._eye.render(self._env.data, camera)
         return seen
 

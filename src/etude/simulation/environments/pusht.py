@@ -69,6 +69,13 @@ class PushT(GymEnvironment):
             self._planner.reset()
         return super().reset(seed)
 
+    def scene(self) -> dict[str, float]:
+        """Return where finger and block are, in pixels, whatever of it is observed."""
+        scene = self._env.unwrapped
+        (agent_x, agent_y), (block_x, block_y) = scene.agent.position, scene.block.position
+        angle = float(scene.block.angle)
+        return {"agent_x": agent_x, "agent_y": agent_y, "block_x": block_x, "block_y": block_y, "block_angle": angle}
+
     def expert_action(self) -> Array:
         """Return where the planner wants the finger to go now. It carries a plan from step to step."""
         scene = self._env.unwrapped

@@ -1,4 +1,4 @@
-"""Trainers of recipes: the same run in this process and on a service."""
+"""Recipes and configurations: the same run in this process and on a service."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from etude.config.build import build
+from etude.config.load import load
 from etude.service import ServiceTrainer
 from tests.served import Served
 from tests.unit.engines.remote.apart import adapted, difference, digits, quick, rows_of, weights_in, weights_on
 
 pytest.importorskip("tinker")
 pytest.importorskip("peft")
+pytestmark = pytest.mark.timeout(300)  # the first waits for what the service imports when it makes its first model
 
 
 def recipe(run: Path, url: str | None, **training: Any) -> ServiceTrainer:
@@ -34,3 +37,35 @@ def test_a_grpo_recipe_gives_the_same_in_process_and_through_the_client(served: 
     assert len(one) == 3
     assert difference(weights_in(here.policy), weights_on(served, tmp_path / "there")) < 1e-5
     assert difference(weights_in(here.policy), weights_in(adapted())) > 1e-3
+
+
+CONFIG = """
+policy: {{type: language, params: {{tiny: true, seed: 0}}}}
+data:
+  type: rollouts
+  params: {{tasks: digits, prompts_per_step: 4, group_size: 4, max_new_tokens: 8}}
+algorithm: {{type: grpo, params: {{epochs: 2, minibatches: 2}}}}
+engine: {engine}
+training:
+  {{lr: 0.003, batch_size: 8, training_steps: 4, log_every: 1, clip_norm: 1.0, seed: 5, device: cpu,
+    optimizer_params: {{eps: 1.0e-4}}}}
+run: {{root: {root}, name: {name}}}
+loggers: []
+"""
+
+
+def test_a_grpo_configuration_gives_the_same_on_this_machine_and_on_a_service(served: Served, tmp_path: Path) -> None:
+    """All weights are trained, from those of seed 0, which the service has too; only the line of the engine differs."""
+    engines = {"here": "torch", "there": f'{{type: remote, params: {{url: "{served.url}", timeout_s: 60}}}}'}
+    trained = {}
+    for name, engine in engines.items():
+        (tmp_path / f"{name}.yaml").write_text(CONFIG.format(engine=engine, root=tmp_path, name=name))
+        trained[name] = build(load(tmp_path / f"{name}.yaml"))
+        trained[name].fit()
+    one, other = rows_of(tmp_path / "here"), rows_of(tmp_path / "there")
+    rewards = [row["train/reward"] for row in one]
+    assert rewards == [row["train/reward"] for row in other]
+    assert len(set(rewards)) > 1 and len(rewards) == 4
+    here, there = weights_in(trained["here"].policy), weights_on(served, tmp_path / "there")
+    assert difference(here, there) < 1e-5
+    assert difference(here, weights_in(trained["there"].policy)) > 1e-3  # the policy of the second is as it was

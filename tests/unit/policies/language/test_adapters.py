@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from etude.errors import ConfigError
-from etude.policies.language import LanguageModel, Lora, Sampling, head
+from etude.policies.language import LanguageModel, Lora, Sampling, head, maps
 from etude.policies.language.decoder import CachedDecoder
 from etude.policies.language.llama import LlamaDecoder
 
@@ -64,9 +64,15 @@ def test_log_probs_and_their_gradients_are_those_of_pefts_own_forward(
                 torch.testing.assert_close(value.grad, grads[name], **NEAR)
 
 
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("targets", [*TARGETS, "all-linear"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_is_drawn_follows_pefts_own_forward(targets: list[str], tied: bool) -> None:
+@pytest.mark.parametrize("where", ["joined", "merged", "beside"])
+def test_what_is_drawn_follows_pefts_own_forward(
+    targets: list[str], tied: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where != "joined":
+        monkeypatch.setattr(maps, "JOIN_BELOW", 0)  # as for weights that are large
+        monkeypatch.setattr(maps, "MERGE_STEPS", 1 if where == "merged" else 1000)
     policy = adapted(targets, tied=tied)
     assert isinstance(policy._decoder(), LlamaDecoder)
     ids = torch.tensor([policy.encode(PROMPTS[0])])
@@ -79,7 +85,10 @@ def test_what_is_drawn_follows_pefts_own_forward(targets: list[str], tied: bool)
     torch.testing.assert_close(plain_log_probs(policy.model, batch)[batch["loss_mask"].bool()], drawn, **NEAR)
     with policy.reference() as reference:
         plain = reference.generate(PROMPTS, Sampling(max_new_tokens=6))
-    assert plain == LanguageModel.tiny(**SMALL, dtype="float64").generate(PROMPTS, Sampling(max_new_tokens=6))
+    wanted = LanguageModel.tiny(**SMALL, dtype="float64").generate(PROMPTS, Sampling(max_new_tokens=6))
+    assert [one.tokens for [one] in plain] == [one.tokens for [one] in wanted]
+    for [one], [other] in zip(plain, wanted, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-12)
 
 
 @pytest.mark.parametrize("targets", TARGETS)

@@ -10,7 +10,7 @@ import torch
 
 from etude.errors import ConfigError, DataError, NonFiniteError
 from etude.policies.language import LanguageModel, Sampling
-from etude.policies.language.generation import choose
+from etude.policies.language.generation import WantedText, choose
 from etude.policies.language.llama import LlamaDecoder
 from etude.policies.language.sampling import uniforms
 from etude.rng import fold
@@ -273,3 +273,67 @@ def test_sampling_from_a_configuration() -> None:
     assert Sampling(stop=["a", "b"], stop_tokens=[1]) == Sampling(stop=("a", "b"), stop_tokens=(1,))  # type: ignore[arg-type]
     assert Sampling(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
     assert Sampling(temperature=0).is_greedy and Sampling(temperature=0).scale == 1
+
+
+class Guests:
+    """A source whose completions are asked for at different times, and have different lengths."""
+
+    top = 0
+
+    def __init__(self, policy: LanguageModel, arrivals: dict[int, list[tuple[str, int, int]]]) -> None:
+        self._policy, self._arrivals = policy, dict(arrivals)
+        self.rooms: list[int] = []
+        self.order: list[tuple[str, int]] = []
+        self.found: dict[tuple[str, int], Any] = {}
+
+    def take(self, rows: int) -> list[WantedText]:
+        now, self.rooms = len(self.rooms), [*self.rooms, rows]
+        new = self._arrivals.pop(now, [])
+        return [WantedText(self._policy.encode(text), key, 0, most, (text, key)) for text, key, most in new]
+
+    def hear(self, place: Any, token: int, logprob: float, top: Any) -> bool:
+        return True
+
+    def finish(self, place: Any, completion: Any) -> None:
+        self.order.append(place)
+        self.found[place] = completion
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_completions_that_join_others_are_what_they_are_alone(exact: LanguageModel, kind: str, greedy: bool) -> None:
+    model = exact if kind == "llama" else other_kind(kind).double()
+    arrivals = {
+        0: [(PROMPTS[0], 1, 20), (PROMPTS[1], 2, 3)],
+        2: [(PROMPTS[2], 3, 4)],  # wider than what is there
+        5: [("a", 4, 2), (PROMPTS[0], 5, 9), (PROMPTS[0], 6, 9)],  # narrower, and two of the same prompt
+        6: [("bc", 7, 30)],  # has more before it than all others
+    }
+    source, sampling = Guests(model, arrivals), Sampling(seed=3, ends=False, greedy=greedy)
+    model.draw(source, sampling)
+    stats, asked = model.stats, [one for group in arrivals.values() for one in group]
+    assert source.found.keys() == {(text, key) for text, key, _ in asked}
+    for text, key, most in asked:
+        alone = Sampling(max_new_tokens=most, seed=3, ends=False, greedy=greedy)
+        [[wanted]] = model.generate([text], alone, keys=[key])
+        found = source.found[text, key]
+        assert (found.tokens, found.finish_reason) == (wanted.tokens, "length")
+        assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+    if kind == "llama":
+        assert source.order[:3] == [(PROMPTS[1], 2), (PROMPTS[2], 3), ("a", 4)]  # as each is done
+        assert stats.new_tokens == sum(most for *_, most in asked)
+        assert stats.row_steps < 1.3 * stats.new_tokens
+    else:
+        assert set(source.rooms[1:20]) == {0}  # whoever comes meanwhile waits
+
+
+def test_more_than_fit_wait_for_those_that_are_done(exact: LanguageModel) -> None:
+    wanted = [(f"{number}", number, 2 + number % 5) for number in range(20)]
+    source = Guests(exact, {0: wanted})
+    kept, exact.max_rows = exact.max_rows, 4
+    exact.draw(source, Sampling(seed=3, ends=False))
+    exact.max_rows = kept
+    assert len(source.found) == 20
+    for text, key, most in wanted:
+        [[one]] = exact.generate([text], Sampling(max_new_tokens=most, seed=3, ends=False), keys=[key])
+        assert source.found[text, key].tokens == one.tokens

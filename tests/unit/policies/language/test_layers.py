@@ -12,6 +12,7 @@ from torch import Tensor
 from etude.policies.language import LanguageModel, layers, layout
 
 from .samples import SMALL, make_batch
+from .test_adapters import adapted
 from .test_log_probs import PAIRS, gradients, weights_like
 
 
@@ -130,7 +131,68 @@ def test_what_is_left_to_the_modules(change: Callable[[LanguageModel], Any]) -> 
     assert not layers.can_train(policy.causal)
 
 
-def test_adapters_and_autocast_are_left_to_the_modules() -> None:
-    assert not layers.can_train(LanguageModel.tiny(**SMALL, lora=2).causal)
+def test_autocast_and_dropout_of_adapters_are_left_to_the_modules() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert not layers.can_train(LanguageModel.tiny(**SMALL).causal)
+    policy = LanguageModel.tiny(**SMALL, lora={"rank": 2, "dropout": 0.1})
+    assert layers.can_train(policy.eval().causal)
+    assert not layers.can_train(policy.train().causal)
+    policy.causal.model.layers[0].mlp.up_proj.lora_A["default"].double()
+    assert not layers.can_train(policy.eval().causal)
+
+
+EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"]
+
+
+@pytest.mark.parametrize("targets", [EVERYWHERE, ["k_proj", "up_proj"], ["o_proj", "gate_proj"], ["down_proj"]])
+@pytest.mark.parametrize("onednn", [False, True])
+def test_adapters_give_the_values_and_gradients_of_the_modules(
+    monkeypatch: pytest.MonkeyPatch, targets: list[str], onednn: bool
+) -> None:
+    monkeypatch.setattr(layers, "ONEDNN_ABOVE", 0 if onednn else 1 << 60)
+    monkeypatch.setattr(layers, "BLOCK", 5 * 64)
+    policy, batch = adapted(targets, "float32"), make_batch(PAIRS)
+    assert layers.can_train(policy.causal)
+    ours = policy.log_probs(batch)
+    found = gradients(policy, (ours * weights_like(ours)).sum())
+    theirs, wanted = without_ours(policy, batch, weights_like(ours))
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    assert found.keys() == wanted.keys() and len(found) >= 4 * len(set(targets) - {"lm_head", "embed_tokens"})
+    for name, value in found.items():
+        assert wanted[name].abs().max() > 0
+        assert torch.allclose(value, wanted[name], rtol=1e-3, atol=1e-4 * float(wanted[name].abs().max())), name
+
+
+def test_several_adapters_and_frozen_ones_are_those_of_the_modules() -> None:
+    policy, batch = adapted(EVERYWHERE, "float32", tied=False), make_batch(PAIRS)
+    policy.model.add_adapter("second", policy.model.peft_config["default"])
+    policy.model.base_model.set_adapter(["default", "second"])
+    with torch.no_grad():
+        for name, value in policy.named_parameters():
+            if ".second" in name:
+                value.copy_(0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name))))
+            value.requires_grad_(".second" in name or "lora_B" in name)
+    assert layers.can_train(policy.causal)
+    ours = policy.log_probs(batch)
+    found = gradients(policy, ours.sum())
+    theirs, wanted = without_ours(policy, batch, torch.ones_like(ours))
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    assert found.keys() == wanted.keys() and found
+    for name, value in found.items():
+        assert torch.allclose(value, wanted[name], rtol=1e-3, atol=1e-4 * float(wanted[name].abs().max())), name
+
+
+@pytest.mark.parametrize("part", ["project", "finish"])
+def test_gradients_of_adapters_are_those_of_small_differences(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    monkeypatch.setattr(layers, "BLOCK", 16)
+    cos, sin = (numbers(5, 1, width).detach()[..., :2].repeat(1, 1, 2) for width in (2, 3))
+    if part == "project":
+        weights = [numbers(*shape) for shape in ((8, 6), (4, 6), (4, 6))]
+        adapters = [numbers(2, 6), numbers(8, 2), None, None, numbers(3, 6), numbers(4, 3)]
+        given = (numbers(5, 6), numbers(6), 1e-5, cos, sin, *weights, *adapters)
+        assert torch.autograd.gradcheck(layers._Project.apply, given)
+    else:
+        shapes = ((6, 8), (7, 6), (7, 6), (6, 7))
+        adapters = [part for out, width in shapes for part in (numbers(2, width), numbers(out, 2))]
+        given = (numbers(5, 6), numbers(5, 8), numbers(6), 1e-5, *(numbers(*shape) for shape in shapes), *adapters)
+        assert torch.autograd.gradcheck(layers._Finish.apply, given)

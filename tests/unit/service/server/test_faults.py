@@ -57,7 +57,7 @@ def _train(client: Any, steps: int, each: Any = None) -> tuple[str, list[float]]
 
 
 def _hash(folder: Path, path: str) -> str:
-    """Return the hash of saved weights and optimizer; the service must have ended."""
+    """Return the hash of saved weights and optimizer and of the number of steps; the service must have ended."""
     store = Store(folder)
     try:
         model, kind, name = path.removeprefix("tinker://").split("/")
@@ -108,7 +108,9 @@ def _compare(tmp_path: Path, preloaded: Preloaded, steps: int, kills: list[int],
         rough.stop()
     assert not share or set(line.seen) == {"", *FAULTS}
     assert heard == told
-    assert _hash(tmp_path / "rough", path) == _hash(tmp_path / "calm", expected)
+    found, wanted = _hash(tmp_path / "rough", path), _hash(tmp_path / "calm", expected)
+    print(f"{steps} steps, {len(killers)} kills, calls {dict(line.seen)}: {found[:16]}, undisturbed {wanted[:16]}")
+    assert found == wanted
 
 
 @pytest.mark.timeout(300)

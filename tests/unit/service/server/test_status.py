@@ -54,7 +54,7 @@ def page(served: Served, key: str) -> str:
 def test_the_page_shows_models_steps_queue_rates_and_curves(served: Served, run: str) -> None:
     shown = page(served, KEY)
     text = " ".join(unescape(re.sub(r"<[^>]+>", " ", shown)).split())
-    assert f"{run} tiny rank 4 3 " in text
+    assert re.search(rf"{run} 3 [\d.]+ 0\.75 0 tiny rank 4 ", text)
     assert "0 to train, 0 to draw" in text
     assert len(re.findall(r"<small>tokens/s</small>", shown)) == 2
     titles = [unescape(one) for one in re.findall(r"<h3>(.*?)</h3>", shown)]
