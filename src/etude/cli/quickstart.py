@@ -78,10 +78,10 @@ def read_recipe(
     left_out = ("evaluate_every", "best_metric", "best_mode")
     training = {name: value for name, value in values["training"].items() if name not in left_out}
     training |= {"seed": seed} if steps is None else {"seed": seed, "training_steps": steps}
-    data = {"type": "lerobot", "params": {"root": dataset}}
+    params = {"root": dataset}
     if augment:
-        data["params"]["augment"] = values["data"]["params"]["augment"]
-    return {"policy": values["policy"], "data": data, "training": training}
+        params["augment"] = values["data"]["params"]["augment"]
+    return {"policy": values["policy"], "data": {"type": "lerobot", "params": params}, "training": training}
 
 
 class StageLog:
