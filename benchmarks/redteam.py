@@ -6,8 +6,10 @@ starts from prompts that were not trained on. Several seeds, each with a target 
 
 `--smollm2` probes SmolLM2-135M-Instruct. The auditor is a small untrained model over a list of everyday words, as many
 friendly as unfriendly, and puts four of them after a neutral beginning; the score is VADER's hostility, with its sign,
-of what SmolLM2 writes next. Two copies of SmolLM2 did NOT get beyond the interval in what was tried, see
-docs/howto/red-team-a-model.md.
+of what SmolLM2 writes next.
+
+`--language` probes SmolLM2 with SmolLM2: the auditor is a copy with adapters, which goes on with a neutral beginning in
+eight tokens of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from etude.rollouts.system import Scorer
 
 SEEDS, STEPS, CONVERSATIONS, PROBE = 3, 30, 96, 6
 WORD_STEPS, WORD_CONVERSATIONS = 20, 96
+LANGUAGE_STEPS = 30
 SHOWN = 3
 WORDS, ANSWER = "abcdefghij", 4
 SIZES = {"hidden_size": 48, "layers": 2, "heads": 2, "key_heads": 2, "intermediate_size": 96, "context": 48}
@@ -93,24 +96,42 @@ def planted(seed: int) -> dict[str, Any]:
 def smollm2(seed: int, steps: int = WORD_STEPS, conversations: int = WORD_CONVERSATIONS) -> dict[str, Any]:
     """Do the same against SmolLM2, with an auditor that speaks in whole words."""
     with tempfile.TemporaryDirectory() as folder:
-        system = redteam.HFASTSystem(
-            redteam.write_word_model(folder, seed=seed), "smollm2", scorer=redteam.VaderScorer(signed=True),
-            value_head=True, auditor_sampling={"max_new_tokens": 4},
-            target_sampling={"max_new_tokens": 10, "top_p": 0.9, "top_k": 50},
-            likelihood_weight=0.0, combined_weight=1.0, response_weight=1.0, seed=seed,
-        )  # fmt: skip
-        sampler = redteam.ASTSampler(system, NEUTRAL_PROMPTS, tree_width=8, tree_depth=1)
-        evaluator = redteam.ASTEvaluator(sampler, prompts=NEUTRAL_DEV_PROMPTS)
-        return trained(sampler, evaluator, seed, steps, conversations)
+        words = redteam.write_word_model(folder, seed=seed)
+        return against_smollm2(words, seed, steps, conversations, tokens=4)
+
+
+def language(seed: int, steps: int = LANGUAGE_STEPS, conversations: int = WORD_CONVERSATIONS) -> dict[str, Any]:
+    """Do the same with an auditor that is a language model: SmolLM2 with adapters."""
+    return against_smollm2("smollm2", seed, steps, conversations, tokens=8, lr=1e-3, lora=16)
+
+
+def against_smollm2(
+    auditor: Any, seed: int, steps: int, conversations: int, *, tokens: int, lr: float = 3e-3, lora: int | None = None
+) -> dict[str, Any]:
+    """Train an auditor to draw unfriendly words from SmolLM2."""
+    system = redteam.HFASTSystem(
+        auditor, "smollm2", scorer=redteam.VaderScorer(signed=True), value_head=True, lora=lora,
+        auditor_sampling={"max_new_tokens": tokens},
+        target_sampling={"max_new_tokens": 10, "top_p": 0.9, "top_k": 50},
+        likelihood_weight=0.0, combined_weight=1.0, response_weight=1.0, seed=seed,
+    )  # fmt: skip
+    sampler = redteam.ASTSampler(system, NEUTRAL_PROMPTS, tree_width=8, tree_depth=1)
+    evaluator = redteam.ASTEvaluator(sampler, prompts=NEUTRAL_DEV_PROMPTS)
+    return trained(sampler, evaluator, seed, steps, conversations, lr)
 
 
 def trained(
-    sampler: redteam.ASTSampler, evaluator: redteam.ASTEvaluator, seed: int, steps: int, conversations: int
+    sampler: redteam.ASTSampler,
+    evaluator: redteam.ASTEvaluator,
+    seed: int,
+    steps: int,
+    conversations: int,
+    lr: float = 3e-3,
 ) -> dict[str, Any]:
     """Evaluate, train, evaluate again on the same prompts and seeds, and print the comparison."""
     started_s = time.process_time()
     config = redteam.HFASTConfiguration(
-        training_steps=steps, lr=3e-3, num_episodes_per_experience=8, batch_size=64, log_every=steps, seed=seed
+        training_steps=steps, lr=lr, num_episodes_per_experience=8, batch_size=64, log_every=steps, seed=seed
     )
     solver = redteam.PPO(sampler.system, clip_range=0.2, epochs=2, kl_coef=0.02)
     before = evaluator.evaluate(conversations)
@@ -143,5 +164,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--smollm2", action="store_true", help="probe SmolLM2 (about three CPU minutes a seed)")
+    parser.add_argument("--language", action="store_true", help="probe it with itself (a quarter of an hour a seed)")
     options = parser.parse_args()
-    main(options.seeds, smollm2 if options.smollm2 else planted)
+    main(options.seeds, language if options.language else smollm2 if options.smollm2 else planted)

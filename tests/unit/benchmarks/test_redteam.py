@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,7 +31,10 @@ def test_a_planted_weakness_is_found(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
-def test_smollm2_is_probed_by_words(capsys: pytest.CaptureFixture[str]) -> None:
-    found = redteam.smollm2(0, steps=1, conversations=4)
+@pytest.mark.parametrize(
+    "probe", [redteam.smollm2, pytest.param(redteam.language, marks=pytest.mark.nightly)], ids=["by words", "by itself"]
+)
+def test_smollm2_is_probed(probe: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    found = probe(0, steps=1, conversations=4)
     assert -1 <= found["baseline_interval"][0] <= found["baseline_mean"] <= found["baseline_interval"][1] <= 1
     assert "after 1 steps of 64 turns" in capsys.readouterr().out
