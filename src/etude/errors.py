@@ -48,7 +48,7 @@ class RegistryError(ConfigError):
 
 def no_place(error: OSError, place: Path | str = "") -> ConfigError:
     """Return the error for a place that was named to be written, and that the system refuses."""
-    name = os.fsdecode(error.filename or place)
+    name = os.fsdecode(error.filename2 or error.filename or place)  # the second is where a file was to be moved
     return ConfigError(f"cannot use {name}: {error.strerror}; make it writable, or name another place")
 
 

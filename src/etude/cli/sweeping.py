@@ -50,7 +50,7 @@ def run_sweep(
     if sampler == "grid":
         space.grid()  # refused before anything is written
     _require_no_run(folder, PLAN, "--name")
-    with DirectoryLock(folder):
+    with DirectoryLock(folder, holder="sweep"):
         settings = settings_of(loaded, [one.key for one in space.parameters])
         keep_plan(
             folder / PLAN,
@@ -217,7 +217,7 @@ def train_seeds(config: Path, overrides: list[str], seeds: str, jobs: int, mode:
     training = placed.stored()["training"]
     command = ["train", str(config), *overrides, *(["-m", mode] if mode else [])]
     _require_no_run(place.folder, SEEDS_PLAN, "-t")
-    with DirectoryLock(place.folder):
+    with DirectoryLock(place.folder, holder="command"):
         keep_plan(
             place.folder / SEEDS_PLAN,
             {"config": str(config), "settings": settings_of(placed, [f"training.{key}" for key in LENGTH])},

@@ -231,7 +231,7 @@ class Drawing:
             for rollout in alike:
                 rollout.reward = None if outcome.reward is None else (rollout.reward or 0.0) + outcome.reward
                 rollout.scores = {**rollout.scores, **outcome.scores}
-                rollout.error = outcome.error if outcome.reward is None else None
+                rollout.error = f"the reward failed: {outcome.error}" if outcome.reward is None else None
         _fail_whole_runs(rollouts)
 
 

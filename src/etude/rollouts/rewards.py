@@ -8,12 +8,14 @@ import random
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from etude.errors import RolloutError
+from etude.errors import RolloutError, one_line
 from etude.rng import fold
 from etude.rollouts.judge import EndedError, Judge, UnsentError
 from etude.rollouts.tasks import Task
@@ -80,16 +82,22 @@ class Rewards:
     def _judge(self, task: Task, text: str) -> Outcome:
         try:
             found: Any = self.function(task, text)
-            scores = dict(found) if isinstance(found, Mapping) else {"reward": found}
-            reward = float(scores.pop("reward"))
-            scores = {str(name): float(value) for name, value in scores.items()}
-        except KeyError as error:
-            return Outcome(None, error=f"it returned no {error}" if "reward" in str(error) else f"KeyError: {error}")
         except Exception as error:  # noqa: BLE001 - it is the user's code, which may fail in any way
-            return Outcome(None, error=f"{type(error).__name__}: {error}")
+            return Outcome(None, error=_said(error))
+        scores = dict(found) if isinstance(found, Mapping) else {"reward": found}
+        if "reward" not in scores:
+            return Outcome(None, error=f"it returned no 'reward', but {', '.join(map(repr, scores)) or 'nothing'}")
+        numbers: dict[str, float] = {}
+        for name, value in scores.items():
+            try:
+                numbers[str(name)] = float(value)
+            except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers is the last of these
+                which = "" if name == "reward" else f" as {name!r}"
+                return Outcome(None, error=f"it returned {value!r:.80}{which}, which is no number")
+        reward = numbers.pop("reward")
         if not math.isfinite(reward):
             return Outcome(None, error=f"it returned {reward}")
-        return Outcome(reward, scores)
+        return Outcome(reward, numbers)
 
     def _watched(self, items: Sequence[tuple[Task, str]], timeout_s: float) -> list[Outcome]:
         """Work the items off elsewhere; one that takes too long is given up together with whoever works on it."""
@@ -180,6 +188,13 @@ class _Work(threading.Thread):
             if len(self._outcomes) == done and self._began == began and time.monotonic() - began >= timeout_s:
                 self._given_up = True
                 return self._outcomes[:done]
+
+
+def _said(error: Exception) -> str:
+    """Return what a function of the user's raised, and where: among thousands of rollouts nobody sees a traceback."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call of it
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {one_line(error)}{place}"
 
 
 def _uses_cuda() -> bool:

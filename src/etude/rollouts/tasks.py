@@ -51,9 +51,11 @@ def _as_task(given: Any, index: int, place: str, keys: Sequence[str] = _KEYS) ->
     """Return a task from what was given at a place; `keys` name its prompt, its answer and its id."""
     if isinstance(given, Task):
         return given
-    if isinstance(given, str):
-        return Task(given, id=str(index))
     prompt_key, answer_key, id_key = keys
+    if isinstance(given, str):
+        if prompt_key != _KEYS[0]:  # somebody who names a column expects rows: half a row is no prompt
+            raise DataError(f"{place} has no {prompt_key!r}; it is the text {given!r:.200}")
+        return Task(given, id=str(index))
     if not isinstance(given, Mapping) or prompt_key not in given:
         raise DataError(f"{place} must be a text or a mapping with the key {prompt_key!r}, got {given!r:.200}")
     for key, known in ((answer_key, "answer"), (id_key, "id")):
@@ -82,7 +84,8 @@ class PromptFile(Prompts):
 
     Args:
         path: The file, or several.
-        prompt_key: Where a row has its prompt: a text, or a list of chat messages.
+        prompt_key: Where a row has its prompt: a text, or a list of chat messages. Lines of plain text have no such
+            place, and are refused where another than `prompt` is named.
         answer_key: Where it has the answer; rows may go without, unless another name is given.
         id_key: Where it has the name of the task; rows are counted where there is none, unless another name is given.
         max_prompt_length: Leave out prompts of more tokens; None keeps all. How many is said when drawing starts.

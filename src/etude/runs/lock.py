@@ -26,10 +26,17 @@ class DirectoryLock:
 
     The lock belongs to the open file (flock), so the system drops it with the process: nothing is left to clean up
     after a SIGKILL. Where a file system has no locks, that is a warning.
+
+    Args:
+        directory: What is written by one alone.
+        on_warning: What to do with a warning; it is logged unless given.
+        holder: What holds it, as the message to the next one calls it.
     """
 
-    def __init__(self, directory: Path | str, on_warning: Callable[[str], None] | None = None) -> None:
-        self.directory = Path(directory)
+    def __init__(
+        self, directory: Path | str, on_warning: Callable[[str], None] | None = None, holder: str = "training"
+    ) -> None:
+        self.directory, self.holder = Path(directory), holder
         self._warn = on_warning or logging.getLogger(__name__).warning
         self._path = self.directory / LOCK_NAME
         self._descriptor = -1
@@ -60,11 +67,12 @@ class DirectoryLock:
         except OSError as error:
             if error.errno in _BUSY:
                 raise DirectoryInUseError(
-                    f"another training{_who(descriptor)} is writing {self.directory}; wait for it, end it, or give "
-                    "this one a directory of its own"
+                    f"another {self.holder}{_who(descriptor)} is writing {self.directory}; wait for it, end it, or "
+                    "give this one a directory of its own"
                 ) from None
             self._warn(
-                f"{self.directory} cannot be locked ({error.strerror}): make sure that no other training writes there"
+                f"{self.directory} cannot be locked ({error.strerror}): make sure that no other {self.holder} writes "
+                "there"
             )
 
     def release(self) -> None:

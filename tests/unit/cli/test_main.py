@@ -174,6 +174,7 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
         ["train", "x.yaml", "run.root=file"],
         ["train", "x.yaml", "run.root=/proc/nowhere"],
         ["report", "a", "-o", "file/page.html"],
+        ["report", "a", "-o", "runs"],
         ["new", "trainer", "some_trainer", "--dir", "file/x"],
     ],
 )
@@ -187,6 +188,6 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
     done = run_forked(main, cwd=tmp_path, env=child_env, arguments=["etude", *arguments])
     assert done.returncode == 2
     assert re.fullmatch(
-        r"etude: error: cannot use (file|/proc/nowhere)\S*: [^\n]+; make it writable, or name another place\n",
+        r"etude: error: cannot use (file|runs|/proc/nowhere)\S*: [^\n]+; make it writable, or name another place\n",
         done.stderr,
     )

@@ -78,6 +78,12 @@ def test_a_prompt_may_be_chat_messages(tmp_path: Path, kind: str) -> None:
         ("empty.csv", "prompt,answer\n", {}, "empty.csv has no prompts"),
         ("rows.csv", "text,answer\na,1\n", {}, "rows.csv, row 1 must be a text or a mapping with the key 'prompt'"),
         ("rows.csv", "prompt,answer\na,1\n", {"answer_key": "gold"}, "rows.csv, row 1 has no 'gold'; it has 'prompt'"),
+        (
+            "rows.jsonl",
+            "1+1=\n",
+            {"prompt_key": "question"},
+            "rows.jsonl, line 1 has no 'question'; it is the text '1\\+1='",
+        ),
         ("rows.jsonl", '{"prompt": 3}', {}, "rows.jsonl, line 1: 'prompt' must be a text"),
         ("rows.jsonl", '{"prompt": [{"role": "user"}]}', {}, "rows.jsonl, line 1: a chat message has the texts"),
         ("rows.jsonl", "[1, 2]\n\n{}", {}, "rows.jsonl, line 3 must be a text or a mapping"),

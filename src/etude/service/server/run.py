@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import torch
 
-from etude.errors import ConfigError, no_place
+from etude.errors import ConfigError
 from etude.extras import import_extra
 from etude.service.server.access import Keys
 
@@ -105,7 +105,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.bind((host, port))
     except OSError as error:
-        raise no_place(error, f"{host}:{port}") from None
+        raise ConfigError(
+            f"cannot listen at {host}:{port}: {error.strerror}; --port names another port, and 0 takes a free one"
+        ) from None
     listener.listen(512)
     return listener
 

@@ -60,7 +60,7 @@ class Store:
         except OSError as error:
             raise no_place(error, folder) from None
         self.folder = folder
-        self._held = DirectoryLock(folder)
+        self._held = DirectoryLock(folder, holder="service")
         try:
             self._held.acquire()
         except OSError as error:
