@@ -231,11 +231,12 @@ def _environment() -> str:
     return "metaworld/reach" if find_spec("metaworld") else "gym:Pendulum-v1"
 
 
-def _policy() -> Any:
+def make_policy(environment: str) -> Any:
+    """Return a policy for an environment, as it is before training."""
     from etude.policies import MLP
     from etude.simulation.environments import make_environment
 
-    env = make_environment(_environment())
+    env = make_environment(environment)
     policy = MLP(hidden=[256, 256], normalization=dict.fromkeys(env.spec.features, "identity"))
     torch.manual_seed(0)
     policy.build(env.spec)
@@ -249,7 +250,7 @@ def _bare(episodes: int) -> tuple[int, float]:
     from etude.simulation.seeds import episode_seed
 
     torch.set_num_threads(1)
-    env, policy = make_environment(_environment()), _policy().eval()
+    env, policy = make_environment(_environment()), make_policy(_environment()).eval()
     env.reset(0)
     steps, began = 0, time.process_time()
     with torch.no_grad():
@@ -284,7 +285,8 @@ def rollouts(folder: Path, rounds: int = 9) -> Spread:
     untyped: Any = ray
     settings = OnlineSettings(_environment(), keep="all", label="own", workers=WORKERS)
     config = TrainingConfiguration(training_steps=1, batch_size=2, device="cpu")
-    trainer = Trainer(_policy(), OnlineData(None, settings, share=None), config=config, run=False, show_progress=False)
+    data = OnlineData(None, settings, share=None)
+    trainer = Trainer(make_policy(_environment()), data, config=config, run=False, show_progress=False)
     actors, group = start_actors(folder), Group()
     mailbox = untyped.remote(num_cpus=0)(Mailbox).remote()
     parcel = pack(trainer, None, ray.put)

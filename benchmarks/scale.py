@@ -2,7 +2,8 @@
 
 `python -m benchmarks.scale` trains a tiny sharded policy on 1, 2, 8 and 32 processes of this machine with counters
 around the group's collectives, the watch's store and the staging of checkpoints, and prints one table; `--ranks 1,2`
-chooses others, `--width 64` makes the policy larger. docs/explanation/scale.md continues it on paper.
+chooses others, `--width 64` makes the policy larger. Where Ray is installed, a second table has what as many rollout
+workers send. docs/explanation/scale.md continues it on paper.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -317,13 +319,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)))
     parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--only", choices=["ranks", "rollouts"], help="one of the tables; both unless given")
     options = parser.parse_args()
     torch.set_num_threads(1)
     numbers = [int(number) for number in options.ranks.split(",")]
-    columns = [run(number, options.width) for number in numbers]
-    print("| of one rank, the largest of all | " + " | ".join(f"{n} ranks" for n in numbers) + " |")
-    print("|---|" + "---:|" * len(numbers))
-    for label, key in _ROWS.items():
+    if options.only != "rollouts":
+        columns = [run(number, options.width) for number in numbers]
+        _print("of one rank, the largest of all", [f"{n} ranks" for n in numbers], _ROWS, columns)
+    if options.only != "ranks" and find_spec("ray") is not None:
+        from benchmarks import scale_ray  # after the last fork: Ray has threads
+
+        columns = scale_ray.count_all(numbers)
+        _print("of one of them", [f"{n} rollout workers" for n in numbers], scale_ray.ROWS, columns)
+
+
+def _print(first: str, heads: list[str], rows: dict[str, str], columns: list[dict[str, float]]) -> None:
+    print(f"| {first} | " + " | ".join(heads) + " |")
+    print("|---|" + "---:|" * len(heads))
+    for label, key in rows.items():
         print(f"| {label} | " + " | ".join(_number(column.get(key)) for column in columns) + " |")
 
 

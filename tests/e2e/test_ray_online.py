@@ -19,8 +19,10 @@ import pytest
 pytest.importorskip("ray", reason="ray is not installed (extra: ray)")
 import ray
 
+from etude.data import Windows
 from etude.engines.ray import cluster, fetch_weights, find_actors, start_actors
 from etude.errors import ConfigError, RankError
+from etude.policies import MLP
 from etude.runs.checkpoint import CheckpointStore
 from etude.runs.directory import Run
 from etude.runs.metrics import read_rows
@@ -336,37 +338,103 @@ def write_components(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(text)
 
 
-def train_inside(folder: Path, workers: int) -> None:
+OURS = """\
+plugins: [points.py]
+policy: {type: mlp, params: {hidden: [16], normalization: {observation.state: identity, action: identity}}}
+algorithm: bc
+online: {env: guided_point, label: expert, episodes_per_round: 2, updates_per_round: 4, start_after: 0}
+training: {batch_size: 8, training_steps: 8, save_every: 4, log_every: 1}
+run: {root: ., name: ours}
+loggers: []
+"""
+
+
+def run_inside(folder: Path, workers: int, name: str, config: dict[str, Any]) -> None:
+    """Train what a file describes in a job of Ray Train that is nobody's but the test's."""
     import ray.train.torch
 
     from etude.engines.ray import train_func
 
+    trainer: Any = ray.train.torch.TorchTrainer(
+        train_func, train_loop_config=config, scaling_config=ray.train.ScalingConfig(num_workers=workers),
+        run_config=ray.train.RunConfig(name=name, storage_path=str(folder / "ray")),
+    )  # fmt: skip
+    trainer.fit()
+
+
+def point_episode(number: int) -> dict[str, Any]:
+    """What somebody else has played of the points."""
+    draw = np.random.default_rng(number)
+    shapes = {"observation.state": (6, 4), "action": (6, 2)}
+    arrays = {name: draw.uniform(-1, 1, shape).astype(np.float32) for name, shape in shapes.items()}
+    return {**arrays, "reward": np.zeros(6, np.float32), "terminated": True, "success": True}
+
+
+def an_experiment_of_ours_trains(folder: Path) -> None:
+    """Nothing but what others played: as many episodes as its rounds ask for, and the actors of another namespace."""
+    actors = start_actors(namespace="ours")
+    ray.get([actors.replay_buffer.add.remote(point_episode(number)) for number in range(4)])
+    run_inside(folder, 1, "ours", {"config_path": str(folder / "ours.yaml"), "namespace": "ours"})
+    rows = [row for row in read_rows(folder / "ours/metrics.jsonl") if "train/loss" in row]
+    assert rows[-1]["step"] == 8 and rows[-1]["train/online/episodes"] == 4
+    saved = CheckpointStore(folder / "ours/checkpoints").load("last").tree["policy"]
+    _, weights = fetch_weights(actors.policy_state_manager)
+    assert weights is not None and all(np.array_equal(weights[name], saved[name].numpy()) for name in saved)
+    actors.end()
+
+
+def a_buffer_that_is_too_small_is_not_waited_for() -> None:
+    """Refuse one that cannot hold the rows of a batch; begin where one that can is full before it has two batches."""
+    from etude import Trainer
+    from etude.engines.ray.online import ActorData, RaySource
+    from etude.types.protocols import Place
+
+    place = Place(batch_size=8)
+    rows = {"observation.state": np.zeros((9, 2), np.float32), "action": np.zeros((9, 2), np.float32)}
+    for frames, is_refused in ((3, True), (13, False)):
+        actors = start_actors(namespace=f"small-{frames}", max_frames=frames)
+        source = RaySource(actors)
+        trainer = Trainer(MLP(hidden=[4]), ActorData(Windows(rows, [9], {"action": [0]}), source), run=False)
+        trainer.data.open(place)
+        if is_refused:
+            with pytest.raises(ConfigError, match="holds at most 3 frames, less than the 4 rows of a batch"):
+                trainer.data.attach(trainer)
+            actors.end()
+            continue
+        trainer.data.attach(trainer)
+        for number, is_enough in enumerate((False, False, True)):  # the third makes the first leave
+            ray.get(actors.replay_buffer.add.remote(episode(number)))
+            assert source._has_enough(0) is is_enough
+        actors.end()
+
+
+def train_inside(folder: Path, workers: int) -> None:
     with cluster.quiet(), cluster.connected(None, workers, False):
         the_missing_actor_is_named()
         actors = start_actors(namespace="mine")
         weights_pass_by_reference_to_each_consumer(actors.policy_state_manager)
         ray.get([actors.replay_buffer.add.remote(episode(number)) for number in range(4)])
+        a_buffer_that_is_too_small_is_not_waited_for()
         config = {"config_path": str(folder / "x.yaml"), "namespace": "mine", "publish_every": 1}
-        trainer: Any = ray.train.torch.TorchTrainer(
-            train_func, train_loop_config=config, scaling_config=ray.train.ScalingConfig(num_workers=workers),
-            run_config=ray.train.RunConfig(name="job", storage_path=str(folder / "ray")),
-        )  # fmt: skip
-        trainer.fit()
+        run_inside(folder, workers, "job", config)
         version, weights = fetch_weights(actors.policy_state_manager)
         assert version > 2 and weights is not None and weights.keys() == {"info_embedder", "action_decoder"}
         saved = CheckpointStore(folder / "run/checkpoints").load("last").tree["policy"]
         found = {f"{part}.{name}": value for part, inside in weights.items() for name, value in inside.items()}
         assert found.keys() == saved.keys(), "no prefix of DDP"
         assert all(np.array_equal(found[name], saved[name].numpy()) for name in found), "the last ones are published"
+        an_experiment_of_ours_trains(folder)
     shares = [row["train/online/share"] for row in read_rows(folder / "run/metrics.jsonl") if "train/loss" in row]
     assert shares and set(shares) == {0.5}, "what was played is half of each batch"
 
 
-def test_train_func_trains_an_experiment_of_components_inside_a_torch_trainer(
+def test_train_func_trains_an_experiment_of_either_kind_inside_a_torch_trainer(
     tmp_path: Path, on_ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_components(tmp_path)
+    (tmp_path / "points.py").write_text(POINTS)
+    (tmp_path / "ours.yaml").write_text(OURS)
     drive(lambda: train_inside(tmp_path, workers=2), tmp_path / "said")
 
 

@@ -253,16 +253,22 @@ class OnlineData(Placed):
                 "of a batch that are drawn from it; make the buffer larger"
             )
 
+    def require_ranks(self, ranks: int, *, is_sharded: bool = False) -> None:
+        """Refuse ranks that would have nothing to play, or no whole policy to play with."""
+        if is_sharded and ranks > 1:
+            raise ConfigError("a policy whose weights are spread over ranks cannot act; train online with DDP")
+        if self.settings.episodes_per_round < ranks:
+            raise ConfigError(
+                f"online.episodes_per_round is {self.settings.episodes_per_round}, too few for {ranks} ranks"
+            )
+
     # -- as Data -------------------------------------------------------------------------------------------------------
 
     def open(self, place: Place) -> None:
         """Get ready to serve one rank; called once before `take`."""
         _ = self.env_spec  # refused here if it does not fit
         self.require_room(place.batch_size, place.world * place.accumulate)
-        if self.settings.episodes_per_round < place.world:
-            raise ConfigError(
-                f"online.episodes_per_round is {self.settings.episodes_per_round}, too few for {place.world} ranks"
-            )
+        self.require_ranks(place.world)
         self._place = place
         self._rows = round(self.share * place.batch_size)
         if self.demonstrations is not None:
@@ -286,8 +292,8 @@ class OnlineData(Placed):
 
     def attach(self, trainer: Trainer) -> None:
         """Learn who acts, and what the algorithm learns from."""
-        if any(hasattr(weight, "full_tensor") for weight in trainer.policy.parameters()):
-            raise ConfigError("a policy whose weights are spread over ranks cannot act; train online with DDP")
+        is_sharded = any(hasattr(weight, "full_tensor") for weight in trainer.policy.parameters())
+        self.require_ranks(self.place.world, is_sharded=is_sharded)
         algorithm: Any = trainer.algorithm
         if getattr(algorithm, "wants_transitions", False):
             asked = {name: getattr(algorithm, name) for name in ("n_step", "gamma") if hasattr(algorithm, name)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from etude.config.restore import load_policy
 from etude.engines.torch import TorchEngine
 from etude.errors import CheckpointError
 from etude.loop import deferred
+from etude.loop.session import Session
 from etude.loop.sharding import full_tensor, local_tensor
 from etude.policies import MLP
 from etude.runs import durable
@@ -87,6 +89,41 @@ def test_three_ranks_save_their_shards_and_any_number_goes_on(tmp_path: Path) ->
     for ranks, steps in ((2, 10), (1, 12)):
         assert run_ranks(partial(fit, run, 6 // ranks, training_steps=steps), ranks) == [0] * ranks
     assert worst(state(run), state(alone)) < 1e-6
+
+
+def peak_of_saves(run: Path, out: Path) -> None:
+    """Train, and write down by how much this process grows beyond what it has while it saves, and what it holds."""
+    real, found = Session.save, list[list[int]]()
+
+    def save(self: Session, *args: Any, **options: Any) -> None:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
+        before = memory_bytes("VmRSS")
+        real(self, *args, **options)
+        assert self.record.store is not None
+        self.record.store.wait()
+        own = sum(local_tensor(tensor).nbytes for tensor in self.written_tensors())
+        found.append([memory_bytes("VmHWM") - before, own])
+
+    Session.save = save  # type: ignore[method-assign,assignment]
+    trainer = fit(run, 3, policy=Stack(1500), freeze=[])
+    (out / f"grown{trainer.rank}.json").write_text(json.dumps(found))
+
+
+def memory_bytes(name: str) -> int:
+    """Return what the kernel says about this process."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith(name)).split()[1])
+
+
+@pytest.mark.slow
+def test_saving_takes_no_memory_beside_the_copy_that_is_ready(tmp_path: Path) -> None:
+    assert run_ranks(partial(peak_of_saves, tmp_path / "run", tmp_path), 2) == [0, 0]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"grown{rank}.json").read_text())
+        assert len(found) >= 2
+        for grown, own in found:
+            assert own > 30e6 and grown < own / 4, "its share and the staged copy were there before"
 
 
 class Die(Callback):

@@ -35,13 +35,14 @@ MOST_LOST = 10
 """Workers that may be lost, for each that there is, without an episode in between."""
 
 
-def count_rollout_workers(trainer: Trainer, ranks: int) -> int:
+def count_rollout_workers(trainer: Trainer, ranks: int, *, is_sharded: bool = False) -> int:
     """Return how many rollout workers a trainer wants; refuse what cannot be played before anything is started."""
     data: Any = trainer.data
     if not isinstance(data, OnlineData):
         return 0
     config, _ = trainer.config, data.env_spec  # refused here if it does not fit
     data.require_room(config.batch_size, ranks * config.gradient_accumulation_steps)
+    data.require_ranks(ranks, is_sharded=is_sharded)
     return data.settings.workers
 
 

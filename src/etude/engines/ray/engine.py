@@ -97,7 +97,7 @@ class RayEngine:
         device = self._choose_device(trainer.config.device)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError("the Ray engine starts its ranks itself; leave torchrun out, and set num_workers")
-        beside = count_rollout_workers(trainer, self.num_workers)
+        beside = count_rollout_workers(trainer, self.num_workers, is_sharded=self.strategy == "fsdp")
         directory = self._choose_directory(trainer, resume)
         # Twice: connecting, Ray puts a handler of its own in place of the first.
         with StopSignals() as early, cluster.quiet(), self._connected(beside) as folder, StopSignals() as signals:

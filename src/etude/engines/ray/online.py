@@ -22,7 +22,7 @@ from etude.data.replay import saved_episodes
 from etude.engines.ray.actors import Actors
 from etude.engines.ray.publication import Publisher
 from etude.engines.ray.replay import Played
-from etude.errors import DataError, one_line
+from etude.errors import ConfigError, DataError, one_line
 from etude.rng import fold
 from etude.rollouts.online import OnlineData, OnlineSettings
 from etude.types import DataSpec
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("etude")
 Rows = dict[str, NDArray[Any]]
 POLL_S = 0.02
+PATIENCE_S = 30.0
+"""Time after which it is said what an update waits for."""
 PUBLICATIONS = 4
 """How often weights are published between one round of episodes and the next."""
 LEAST_BATCHES = 2
@@ -67,6 +69,16 @@ class RaySource:
         """Learn who trains, and how many episodes belong to how many updates."""
         self._trainer, self._place, self._settings = trainer, place, settings
         self._is_paced = self._is_ours and bool(settings.env)
+        if self._is_ours and not self._is_paced:
+            self._require_room(round(place.global_batch * trainer.data.share))  # type: ignore[attr-defined]
+
+    def _require_room(self, rows: int) -> None:
+        most = int(ray.get(self._replay.most_frames.remote()))
+        if most < rows:
+            raise ConfigError(
+                f"replay_buffer holds at most {most} frames, less than the {rows} rows of a batch that are drawn from "
+                "it; start it with a larger max_frames"
+            )
 
     def ready(self, step: int) -> None:
         """Publish the weights if it is time, and wait until the episodes are there that this update needs."""
@@ -75,7 +87,11 @@ class RaySource:
         if self._published_at < 0 or (step % every == 0 and self._published_at != step):
             self._publisher.publish(session, step)
             self._published_at = step
+        patience = time.monotonic() + PATIENCE_S
         while not self._has_enough(step):
+            if time.monotonic() > patience and session.group.is_main:
+                patience = float("inf")
+                log.info("waiting for what others play: replay_buffer has %s", self._described(step))
             session.pulse.enter("data")
             session.heed_signals()
             if session.group.is_main:
@@ -86,18 +102,36 @@ class RaySource:
 
     def _has_enough(self, step: int) -> bool:
         if not self._is_paced:
-            least = LEAST_BATCHES * self._place.global_batch
-            if self._played.frames < least:
-                self._played = replace(self._played, frames=int(ray.get(self._replay.size.remote())))
-            return self._played.frames >= least
+            least = self._least_frames()
+            if self._played.frames < least and not self._played.is_full:
+                self._note(self._look())
+            return self._played.frames >= least or self._played.is_full
         settings = self._settings
-        due = (settings.round_at(step) + 1) * settings.episodes_per_round
+        due = self._due_episodes(step)
         allowed = due + max(settings.episodes_per_round, settings.workers) if due else 0
         told = allowed if self._trainer.session.group.is_main else None
         if self._played.episodes < due or self._allowed != told:
             self._note(ray.get(self._replay.allow.remote(told)))
             self._allowed = told
         return self._played.episodes >= due
+
+    def _least_frames(self) -> int:
+        return LEAST_BATCHES * self._place.global_batch
+
+    def _due_episodes(self, step: int) -> int:
+        return (self._settings.round_at(step) + 1) * self._settings.episodes_per_round
+
+    def _look(self) -> Played:
+        """Ask how much there is: of an actor of the user's the frames alone, whose bounds nobody knows."""
+        if self._is_ours:
+            found: Played = ray.get(self._replay.counts.remote())
+            return found
+        return replace(self._played, frames=int(ray.get(self._replay.size.remote())))
+
+    def _described(self, step: int) -> str:
+        if self._is_paced:
+            return f"{self._played.episodes} of the {self._due_episodes(step)} episodes that step {step} needs"
+        return f"{self._played.frames} of the {self._least_frames()} frames that training begins with"
 
     def _note(self, played: Played) -> None:
         self._played = played

@@ -58,6 +58,8 @@ class Played:
     """The newest episodes."""
     frames: int = 0
     kept: int = 0
+    is_full: bool = False
+    """Whether some had to leave, so that waiting brings no more frames."""
     troubles: tuple[str, ...] = ()
     """Episodes on disk that could not be read."""
 
@@ -169,7 +171,14 @@ class ReplayActor:
     def counts(self) -> Played:
         """Return how much was played, and how much is held."""
         buffer = self._buffer
-        return replace(self._count, recent=tuple(self._recent), frames=buffer.size(), kept=buffer.episodes)
+        return replace(
+            self._count, recent=tuple(self._recent), frames=buffer.size(), kept=buffer.episodes,
+            is_full=buffer.added > buffer.size(),
+        )  # fmt: skip
+
+    def most_frames(self) -> int:
+        """Return how many frames it holds at most."""
+        return self._buffer.max_frames
 
     # -- episodes on disk ----------------------------------------------------------------------------------------------
 

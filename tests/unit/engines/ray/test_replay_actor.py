@@ -79,6 +79,7 @@ def test_episodes_that_leave_the_buffer_leave_the_disk(tmp_path: Path) -> None:
     for number in range(6):
         actor.add(episode(number))
     assert [path.stem for path in sorted(tmp_path.iterdir())] == ["000000004", "000000005"]
+    assert actor.counts().is_full and actor.most_frames() == 12
     again = ReplayActor(str(tmp_path), max_frames=12)
     assert same(drawn(again), drawn(actor)) and again.counts().episodes == 6
 
