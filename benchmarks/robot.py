@@ -217,7 +217,7 @@ def row_key(row: Row, episodes: int, steps: int | None) -> str:
     """Return what tells a row from others: everything that its outcome depends on."""
     config = row.config("", steps)
     parts = [asdict(row), episodes, config["policy"], config["training"]]
-    if row.is_augmented:
+    if row.is_augmented and "augment" in config["data"]["params"]:
         parts.append(config["data"]["params"]["augment"])
     if row.policy in COMPONENTS:
         files = config["policy"]["params"].pop("configs").values()  # what they say counts, not where they lie

@@ -54,12 +54,12 @@ def test_a_row_is_known_by_all_that_its_outcome_depends_on() -> None:
     assert len(keys) == 5
 
 
-def test_samples_of_pusht_are_mirrored_as_its_presets_say_and_the_row_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = robot.Row(("pusht",), "mlp", 5, 0)
+def test_samples_of_pusht_are_mirrored_as_its_preset_says_and_the_row_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = robot.Row(("pusht",), "diffusion", 5, 0)
     config = row.config("data", None)
     assert set(config["data"]["params"]["augment"]) == {"mirror"}
     before = robot.row_key(row, 200, None)
-    config["data"]["params"]["augment"] = {}
+    del config["data"]["params"]["augment"]
     monkeypatch.setattr(robot.Row, "config", lambda *_: config)
     assert robot.row_key(row, 200, None) != before
 
