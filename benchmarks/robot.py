@@ -6,6 +6,7 @@ Rows are kept in a file as they are made; what is in it already is not made agai
     python -m benchmarks.robot --suite smoke                  # minutes
     python -m benchmarks.robot --suite full --episodes 200    # hours
     python -m benchmarks.robot --tasks pick-place,reach --policies act --demos 5,10
+    python -m benchmarks.robot --suite full --labels 'pusht,door-open (corner2)'    # those of its rows alone
     python -m benchmarks.robot --markdown                     # the rows so far, for the documentation
 
 Rows of lerobot's ACT are made where $ETUDE_LEROBOT_PYTHON names a Python that has lerobot.
@@ -49,6 +50,8 @@ COMPARED = ("pick-place", "peg-insert-side")
 PUSHT_DEMOS = 800
 PUSHT_NOISE = {"scale": 40.0, "rate": 0.04, "steps": 3}
 """Now and then the finger is pushed aside while demonstrations of PushT are recorded; the recorded action is not."""
+IMAGE_TASKS = ("drawer-open", "button-press-topdown", "door-open")
+"""Tasks that are learned from a camera, each with a blind control."""
 MAX_STEPS = 300
 PIXELS = 96
 
@@ -94,7 +97,12 @@ class Row:
         """Return what is trained."""
         if self.policy in COMPONENTS:
             return component_recipe(self.preset, dataset, self.seed, steps or COMPONENT_STEPS)
-        return read_recipe(self.preset, dataset, seed=self.seed, steps=steps, augment=self.policy == FEW)
+        return read_recipe(self.preset, dataset, seed=self.seed, steps=steps, augment=self.is_augmented)
+
+    @property
+    def is_augmented(self) -> bool:
+        """Whether its samples are changed in training as its preset says."""
+        return self.policy == FEW or self.tasks == ("pusht",)
 
     @property
     def noise(self) -> dict[str, Any]:
@@ -117,7 +125,8 @@ def suite(name: str, seed: int, *, lerobot: bool) -> Iterator[Row]:
     yield from (Row((task,), FEW, demos, seed) for task in FEW_TASKS for demos in (5, 10))
     yield Row(("pusht",), "mlp", PUSHT_DEMOS // 2, seed)
     yield from (Row(("pusht",), policy, PUSHT_DEMOS, seed) for policy in ("mlp", *POLICIES))
-    yield from (Row(("drawer-open",), "act", 50, seed, cameras, "hand") for cameras in (("corner2",), ()))
+    for task in IMAGE_TASKS:
+        yield from (Row((task,), "act", 50, seed, cameras, "hand") for cameras in (("corner2",), ()))
     yield Row(TASKS, "act", 50, seed)
 
 
@@ -208,7 +217,7 @@ def row_key(row: Row, episodes: int, steps: int | None) -> str:
     """Return what tells a row from others: everything that its outcome depends on."""
     config = row.config("", steps)
     parts = [asdict(row), episodes, config["policy"], config["training"]]
-    if row.policy == FEW:
+    if row.is_augmented and "augment" in config["data"]["params"]:
         parts.append(config["data"]["params"]["augment"])
     if row.policy in COMPONENTS:
         files = config["policy"]["params"].pop("configs").values()  # what they say counts, not where they lie
@@ -249,6 +258,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=("smoke", "full"), default="smoke")
     parser.add_argument("--tasks", help="comma-separated; replaces the suite")
+    parser.add_argument("--labels", help="comma-separated, as in the table; all of the suite unless given")
     parser.add_argument("--policies", help="comma-separated; all of the suite unless given")
     parser.add_argument("--demos", default="50", help="comma-separated, for --tasks")
     parser.add_argument("--episodes", type=int, default=200, help="of each row; several tasks share them")
@@ -270,6 +280,8 @@ def choose_rows(given: argparse.Namespace) -> list[Row]:
             Row((task,), policy, int(demos), given.seed)
             for task in given.tasks.split(",") for demos in given.demos.split(",") for policy in policies
         ]  # fmt: skip
+    if given.labels is not None:
+        rows = [row for row in rows if row.label in given.labels.split(",")]
     return rows if given.policies is None else [row for row in rows if row.policy in policies]
 
 

@@ -21,7 +21,6 @@ from etude.config.presets import presets
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 EVERY = sorted(presets().values())
 ROBOT = [path for path in EVERY if "etude record" in path.read_text(encoding="utf-8")]
-PUSHT = ([f"number_{i}" for i in range(5)], ["x", "y"])
 needs_sim = pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs etude[sim]")
 
 
@@ -67,14 +66,18 @@ def test_comments_say_how_to_make_the_data_and_how_to_train(path: Path) -> None:
             assert command[2] == f"runs/{config.run.name}"
 
 
-def numbers(made: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the names of the numbers of state and of action that a command records."""
-    if options(made, "--env")[0] == "pusht":
-        return PUSHT
-    from etude.simulation.environments.metaworld import ACTION_NAMES, RELATIVE_NAMES, STATE_NAMES
+def numbers(made: Sequence[str]) -> dict[str, list[str]]:
+    """Return the names of the numbers that a command records, by feature."""
+    from etude.simulation.environments import metaworld, pusht
 
-    is_relative = "state=relative" in options(made, "--option")
-    return list(RELATIVE_NAMES if is_relative else STATE_NAMES), list(ACTION_NAMES)
+    if options(made, "--env")[0] == "pusht":
+        seen = {"observation.state": pusht.FINGER_NAMES, "observation.environment_state": pusht.CORNER_NAMES}
+        found = {**seen, "action": pusht.TARGET_NAMES}
+    else:
+        is_relative = "state=relative" in options(made, "--option")
+        state = metaworld.RELATIVE_NAMES if is_relative else metaworld.STATE_NAMES
+        found = {"observation.state": state, "action": metaworld.ACTION_NAMES}
+    return {name: list(names) for name, names in found.items()}
 
 
 def write_data(root: Path, made: Sequence[str]) -> None:
@@ -84,7 +87,7 @@ def write_data(root: Path, made: Sequence[str]) -> None:
     envs = options(made, "--env")
     features: dict[str, Any] = {
         name: {"dtype": "float32", "shape": (len(names),), "names": names}
-        for name, names in zip(("observation.state", "action"), numbers(made), strict=True)
+        for name, names in numbers(made).items()
     }
     for camera in options(made, "--cameras"):
         size = int(options(made, "--size")[0])
@@ -127,7 +130,8 @@ def test_a_step_is_trained_on_data_of_that_kind(path: Path, tmp_path: Path, monk
     assert result.steps == 1
     assert result.run_dir == Path(loaded.config.run.root) / str(loaded.config.run.name)
     if hasattr(trainer.policy, "select_action") and path.stem != "mutual_information_estimator":
-        state, action = map(len, numbers(commands(path)[0]))
+        named = numbers(commands(path)[0])
         if not options(commands(path)[0], "--cameras"):
-            seen = {"observation.state": torch.zeros(1, state), "task_index": torch.zeros(1, dtype=torch.long)}
-            assert trainer.policy.select_action(seen).shape == (1, action)
+            seen = {name: torch.zeros(1, len(names)) for name, names in named.items() if name != "action"}
+            seen["task_index"] = torch.zeros(1, dtype=torch.long)
+            assert trainer.policy.select_action(seen).shape == (1, len(named["action"]))

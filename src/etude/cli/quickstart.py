@@ -68,7 +68,7 @@ def read_recipe(
         dataset: Directory of the dataset.
         seed: Seed of the training.
         steps: Training steps, if not the preset's.
-        augment: Whether samples are changed in training as the preset says.
+        augment: Whether samples are changed in training as the preset says, where it says so.
     """
     from etude.config.load import EXPERIMENT
     from etude.config.presets import presets
@@ -79,8 +79,8 @@ def read_recipe(
     training = {name: value for name, value in values["training"].items() if name not in left_out}
     training |= {"seed": seed} if steps is None else {"seed": seed, "training_steps": steps}
     params = {"root": dataset}
-    if augment:
-        params["augment"] = values["data"]["params"]["augment"]
+    if augment and (changes := values["data"]["params"].get("augment")):
+        params["augment"] = changes
     return {"policy": values["policy"], "data": {"type": "lerobot", "params": params}, "training": training}
 
 

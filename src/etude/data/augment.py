@@ -1,4 +1,4 @@
-"""Change samples in training, each by its own key: crops, colours and small motions of pictures, turns of numbers.
+"""Change samples in training, each by its own key: crops, colours and motions of pictures, turns or mirrors of numbers.
 
 Shape letters: B batch, T time, C channels, H height, W width.
 """
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from etude.data.noise import uniforms
 from etude.data.order import Keys
-from etude.data.symmetry import require_pairs
+from etude.data.symmetry import require_mirror, require_pairs
 from etude.errors import DataError
 from etude.rng import fold_array
 
@@ -26,7 +26,7 @@ _TO_YIQ = ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 
 
 
 class Augment:
-    """Random crops, colours and small motions, and turns of numbers; frames of one sample's history change alike.
+    """Random crops, colours and motions, turns and mirrors of numbers; frames of one sample's history change alike.
 
     A draw is a function of the sample's key, so it depends on seed, epoch and sample, not on workers or the batch.
 
@@ -42,6 +42,9 @@ class Augment:
         probability: Share of samples that colour and motion are applied to; the crop always is.
         turn: Pairs of numbers by name, such as [[hand_x, hand_y], [dx, dy]], that are turned by one angle, drawn from
             all around: for tasks that look the same from all sides. Everything that has a direction must be named.
+        mirror: A line and points by name, such as {line: [[0, 0], [0, 1]], points: [[hand_x, hand_y]]}: every other
+            sample is mirrored at the line, for tasks that look the same in that mirror. Four names are two points that
+            are each other's image, such as a left and a right corner. Every point must be named.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Augment:
         scale: float = 0.0,
         probability: float = 1.0,
         turn: list[list[str]] | None = None,
+        mirror: dict[str, list[Any]] | None = None,
     ) -> None:
         limits = {
             "crop": (crop, math.inf), "brightness": (brightness, 1.0), "contrast": (contrast, 1.0),
@@ -70,6 +74,7 @@ class Augment:
         self.degrees, self.translate, self.scale = degrees, translate, scale
         self.probability = probability
         self.turn = None if turn is None else require_pairs(turn)
+        self.mirror = None if mirror is None else require_mirror(mirror)
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> Augment:

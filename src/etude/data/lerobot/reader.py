@@ -17,7 +17,7 @@ from etude.data.lerobot.options import ReadKeywords
 from etude.data.lerobot.source import LeRobotSource
 from etude.data.lerobot.stats import PICTURES_SAMPLED, PictureStats, Stats, column_stats, picture_stats
 from etude.data.order import Indices, Keys
-from etude.data.symmetry import RandomTurn
+from etude.data.symmetry import RandomMirror, RandomTurn
 from etude.data.windows import Windows, role_of
 from etude.errors import DataError
 from etude.types import DataSpec, Feature
@@ -66,8 +66,9 @@ class LeRobotDataset:
         self.cameras = [name for name in source.columns if name in source.info.cameras]
         self._deltas = self._to_frames(delta_timestamps or {})
         self._windows = self._make_windows()
-        turned = getattr(augment, "turn", None)
+        turned, mirrored = getattr(augment, "turn", None), getattr(augment, "mirror", None)
         self._turn = None if turned is None else RandomTurn(turned, DataSpec(self._plain_features()))
+        self._mirror = None if mirrored is None else RandomMirror(**mirrored, spec=DataSpec(self._plain_features()))
 
     def _plain_features(self) -> dict[str, Feature]:
         """Describe the features without their statistics, which take a pass over the data."""
@@ -146,6 +147,8 @@ class LeRobotDataset:
                 batch[name] = self.augment(batch[name], keys, number)
         if self._turn is not None:
             self._turn(batch, keys)
+        if self._mirror is not None:
+            self._mirror(batch, keys)
         return batch
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:

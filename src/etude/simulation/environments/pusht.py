@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from typing import Any, Literal
 
 from etude.errors import ConfigError
@@ -12,12 +13,17 @@ from etude.simulation.environments.base import Array, Observation
 from etude.simulation.environments.gym import GymEnvironment
 from etude.simulation.environments.pusht_planner import PushTPlanner
 from etude.types import DataSpec
+from etude.types.names import ACTION, ENVIRONMENT_STATE, STATE
 
 _OBSERVATIONS = {
     "keypoints": "environment_state_agent_pos",
     "pose": "state",
     "pixels": "pixels_agent_pos",
 }
+FINGER_NAMES = ("finger_x", "finger_y")
+CORNER_NAMES = tuple(f"corner_{number}_{axis}" for number in range(8) for axis in "xy")
+"""0 to 3 are those of the bar, 4 to 7 of the stem; 0 and 1, 2 and 3, 4 and 5, 6 and 7 lie left and right."""
+TARGET_NAMES = ("target_x", "target_y")
 
 
 class PushT(GymEnvironment):
@@ -61,6 +67,10 @@ class PushT(GymEnvironment):
             max_steps=max_steps,
             options={"obs_type": _OBSERVATIONS[observe], **sizes, **shown},
         )
+        state = (*FINGER_NAMES, "block_x", "block_y", "block_angle") if observe == "pose" else FINGER_NAMES
+        names = {STATE: state, ENVIRONMENT_STATE: CORNER_NAMES, ACTION: TARGET_NAMES}
+        features = {key: replace(one, names=names.get(key)) for key, one in self.spec.features.items()}
+        self.spec = DataSpec(features, self.fps)
         self._planner: PushTPlanner | None = None
 
     def reset(self, seed: int) -> Observation:
