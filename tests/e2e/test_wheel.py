@@ -100,4 +100,6 @@ def test_a_clean_environment_with_the_wheel_runs_the_quickstart(
     assert all(stages[name]["done"] for name in ("record", "train", "evaluate"))
     assert "<video" in (run / "report.html").read_text(encoding="utf-8")
     where = [str(clean / "python"), "-c", "import etude; print(etude.__file__)"]
-    assert subprocess.check_output(where, text=True, env=env, cwd=folder, timeout=60).startswith(str(tmp_path / "clean"))
+    assert subprocess.check_output(where, text=True, env=env, cwd=folder, timeout=60).startswith(
+        str(tmp_path / "clean")
+    )
