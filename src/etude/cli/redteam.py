@@ -1,4 +1,4 @@
-"""`etude redteam`: signatures and help here, work in `cli.auditing`."""
+"""`etude redteam`: signatures and help here, work in `cli.auditing` and `cli.stressing`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from typing import Annotated
 
 import typer
 
-from etude.cli.options import AsJson, count, option, optional_argument, output_option
+from etude.cli.options import (
+    AsJson,
+    EnvOptions,
+    Plugins,
+    Seed,
+    TrainedPolicy,
+    WhichCheckpoint,
+    count,
+    option,
+    optional_argument,
+    output_option,
+)
 
-redteam_app = typer.Typer(help="Train an auditor that finds what makes a model fail.", no_args_is_help=True)
+redteam_app = typer.Typer(help="Find what makes a language model or a robot fail.", no_args_is_help=True)
 
 Setting = Annotated[
     list[str] | None, option("--set", "KEY=VALUE", "Any other key of the file, such as training.lr=1e-4.")
@@ -18,11 +29,18 @@ Target = Annotated[str | None, option("--target", "MODEL", "The model that is pr
 Scorer = Annotated[
     str | None, option("--scorer", "NAME", "profanity, vader, novelty, classifier:PATH#LABEL, ... [profanity].")
 ]
+Searches = Annotated[
+    list[str] | None, option("--search", "NAME", "cross_entropy, adversary, random; repeatable [cross_entropy].")
+]
+Disturb = Annotated[
+    list[str] | None,
+    option("--disturb", "KIND[=X]", "start, push, noise, latency, camera; repeatable [all there are]."),
+]
 
 
 @redteam_app.callback()
 def redteam() -> None:
-    """Train an auditor that finds what makes a model fail."""
+    """Find what makes a language model or a robot fail."""
 
 
 @redteam_app.command()
@@ -77,3 +95,39 @@ def evaluate(
     evaluate_auditor(
         auditor, config, against, given, list(setting or []), rollouts=rollouts, output=output, as_json=as_json
     )
+
+
+@redteam_app.command()
+def robot(
+    source: TrainedPolicy,
+    env: Annotated[str, option("--env", "ENV", "metaworld/TASK, pusht, aloha/TASK or gym:ID.")],
+    search: Searches = None,
+    episodes: Annotated[int, count("--episodes", "Episodes of each search.")] = 200,
+    baseline: Annotated[bool, typer.Option(help="Compare with as many episodes drawn by chance.")] = True,
+    disturb: Disturb = None,
+    strength: Annotated[float, option("--strength", "X", "What all strengths are multiplied by.")] = 1.0,
+    seed: Seed = 0,
+    workers: Annotated[int, count("--workers", "Processes that share the episodes.", least=0)] = 0,
+    video: Annotated[int, count("--video", "Films of the likeliest failures.", least=0)] = 6,
+    which: WhichCheckpoint = "auto",
+    output: Annotated[Path | None, output_option("Where results go [stress/ENV in the run].")] = None,
+    to_dataset: Annotated[
+        Path | None,
+        option("--to-dataset", "DIR", "Let the expert demonstrate what failed, as a LeRobot dataset there."),
+    ] = None,
+    env_option: EnvOptions = None,
+    plugin: Plugins = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search beginnings and disturbances for the likeliest failures of POLICY; writes JSON, films and a page.
+
+    Such as: etude redteam robot runs/act --env metaworld/pick-place --episodes 200 --to-dataset data/hard
+    """
+    from etude.cli.stressing import StressOptions, stress
+
+    asked = StressOptions(
+        env=env, search=search or ["cross_entropy"], episodes=episodes, baseline=baseline, disturb=disturb or [],
+        strength=strength, seed=seed, workers=workers, videos=video, which=which, output=output,
+        to_dataset=to_dataset, settings=env_option or [], plugins=plugin or [], as_json=as_json,
+    )  # fmt: skip
+    stress(source, asked)

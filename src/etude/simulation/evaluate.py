@@ -20,7 +20,7 @@ from etude.simulation.actors import Actor, PolicyActor, make_actor
 from etude.simulation.demonstrations import Demonstrations, find_dataset, read_demonstrations
 from etude.simulation.diagnosis import Diagnosis, DiagnosisOptions, diagnose
 from etude.simulation.environments import make_environment, options_for
-from etude.simulation.environments.base import Observation
+from etude.simulation.environments.base import Environment, Observation
 from etude.simulation.environments.rendering import has_rendered
 from etude.simulation.episodes import EnvironmentPool, EpisodeRunner, Job
 from etude.simulation.processes import deal, run_in_processes
@@ -39,11 +39,11 @@ def evaluate_policy(
     policy: AnyPolicy,
     env_name: str | Sequence[str],
     *,
-    episodes: int = 50, split: str = "test", seed: int = 0,
+    episodes: int | Sequence[int] = 50, split: str = "test", seed: int = 0,
     slots: int | None = None, workers: int = 0, exact: bool = True,
     video_dir: Path | str | None = None, videos: int = 4,
-    options: Mapping[str, Any] | None = None,
-    tasks: Mapping[str, int] | None = None,
+    options: Mapping[str, Any] | None = None, tasks: Mapping[str, int] | None = None,
+    wrap: Callable[[Environment], Environment] | None = None,
     on_episode: Callable[[EpisodeRow], None] | None = None,
     on_film: Callable[[EvaluationResult], None] | None = None,
     heartbeat: Callable[[], None] | None = None,
@@ -57,7 +57,7 @@ def evaluate_policy(
     Args:
         policy: A policy with `select_action`, a function of an observation, or "expert" for the environment's own.
         env_name: An environment, such as metaworld/pick-place, or several for a table of tasks.
-        episodes: Episodes of each environment.
+        episodes: Episodes of each environment, or the numbers of those to run.
         split: Whose seeds: train (the ones recording uses), validation or test.
         seed: The root of all seeds.
         slots: Episodes side by side in each process; None is one on a CPU, eight on a GPU.
@@ -68,19 +68,24 @@ def evaluate_policy(
         videos: At most this many films, failures first.
         options: Parameters of the environments; cameras and sizes follow from the policy unless given.
         tasks: Index of each task by its text, for policies that were trained on several.
+        wrap: Makes of each environment the one that is acted in, such as one that disturbs.
         on_episode: Called with each row as it comes, in any order.
         on_film: Called with what is found so far: before the first film, and after each.
         heartbeat: Called again and again while episodes run in this process.
         diagnosis: What to keep beside the outcomes, to tell why episodes failed; None keeps nothing, and changes none.
     """
     names = [env_name] if isinstance(env_name, str) else list(env_name)
-    if episodes < 1 or not names:
+    numbers = range(episodes) if isinstance(episodes, int) else episodes
+    if not numbers or not names:
         raise ConfigError(f"an evaluation needs at least one environment and one episode, got {names} and {episodes}")
     split_code(split)
     actor = make_actor(policy, exact=exact, tasks=tasks)
-    stage = _Stage(actor, _all_options(actor, names, options), split, seed, _count_slots(actor, slots), heartbeat)
+    stage = _Stage(
+        actor, environment_options(actor, names, options), split, seed, _count_slots(actor, slots), heartbeat
+    )
+    stage.wrap = wrap
     stage.samples = None if diagnosis is None else diagnosis.samples
-    jobs = [Job(name, episode) for name in names for episode in range(episodes)]
+    jobs = [Job(name, episode) for name in names for episode in numbers]
     began = time.perf_counter()
     workers = allowed_workers(workers, actor)
     rows = _gather(stage, jobs, workers, on_episode)
@@ -105,7 +110,7 @@ def check_environments(
     """Raise if a policy cannot act in an environment: other features, other shapes, or a task it does not know."""
     names = [env_name] if isinstance(env_name, str) else list(env_name)
     actor = make_actor(policy, tasks=tasks)
-    for name, given in _all_options(actor, names, options).items():
+    for name, given in environment_options(actor, names, options).items():
         env = make_environment(name, **given)
         try:
             actor.check(env)
@@ -147,13 +152,16 @@ class _Stage:
         self.heartbeat = heartbeat
         self.costs = {"acting_s": 0.0, "simulating_s": 0.0, "env_steps": 0.0}
         self.latencies_s: list[float] = []
+        self.wrap: Callable[[Environment], Environment] | None = None
         self.samples: int | None = None
         """Plans to draw each time while episodes are watched; None watches none."""
         self.traces: dict[tuple[str, int], EpisodeTrace] = {}
 
     def play(self, jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
         """Run episodes in this process; yield rows as plain values, and at last what they cost."""
-        pool = EnvironmentPool(self.options)
+        wrap = self.wrap
+        make = make_environment if wrap is None else lambda name, **given: wrap(make_environment(name, **given))
+        pool = EnvironmentPool(self.options, make)
         watch = None if self.samples is None else EpisodeWatch(self.actor, self.samples)
         runner = EpisodeRunner(
             self.actor, pool, split=self.split, seed=self.seed, slots=self.slots, heartbeat=self.heartbeat,
@@ -258,7 +266,10 @@ def choose_for_film(
     return [rows[index] for index in ranked[:most]]
 
 
-def _all_options(actor: Actor, names: Sequence[str], options: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+def environment_options(
+    actor: Actor, names: Sequence[str], options: Mapping[str, Any] | None
+) -> dict[str, dict[str, Any]]:
+    """Return the parameters of each environment: those with which it shows what the policy knows, and those given."""
     spec = actor.spec if isinstance(actor, PolicyActor) else None
     return {name: {**(options_for(name, spec) if spec is not None else {}), **(options or {})} for name in names}
 

@@ -21,7 +21,7 @@ MAP = (360, 300, 48, 12, 12, 38)
 COLOURS = (1, 3, 4, 0, 5)
 SHAPES = ("cross", "triangle", "square", "diamond", "plus")
 _R = 4.6
-_PATHS = {
+MARK_PATHS = {
     "circle": f"m-{_R} 0a{_R} {_R} 0 1 0 {2 * _R} 0a{_R} {_R} 0 1 0 -{2 * _R} 0z",
     "cross": "m-4.5 -4.5l9 9m0 -9l-9 9",
     "triangle": "m0 -5.5l5.4 9.6h-10.8z",
@@ -47,7 +47,11 @@ def failure_section(diagnosis: Diagnosis, films: Mapping[tuple[str, int], Film])
         return ""
     shown = [_plan_environment(one, films) for one in failed[:MOST_ENVIRONMENTS]]
     return render(
-        "simulation/failures.html", environments=shown, several=len(diagnosis.environments) > 1, paths=_PATHS, map=MAP
+        "simulation/failures.html",
+        environments=shown,
+        several=len(diagnosis.environments) > 1,
+        paths=MARK_PATHS,
+        box=MAP,
     )
 
 
@@ -176,7 +180,7 @@ def _plan_map(
 ) -> dict[str, Any]:
     starts = [start for start in one.starts if all(math.isfinite(start.get(name, math.nan)) for name in axes)]
     everything = [*one.scenes.values(), *starts]
-    place = _Scale(*([scene[name] for scene in everything] for name in axes))
+    place = MapScale(*([scene[name] for scene in everything] for name in axes))
     points = []
     for row in sorted(one.rows, key=lambda row: row.success is False):  # failures lie on top
         scene, told = one.scenes[row.episode], titles.get(row.episode, "succeeded")
@@ -193,7 +197,7 @@ def _plan_map(
     }  # fmt: skip
 
 
-class _Scale:
+class MapScale:
     """Places values on a map; x and y of a place have the same scale where the map then is not mostly empty."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:

@@ -150,6 +150,55 @@ def record(
     return Recorded(root, *counts, time.perf_counter() - began)
 
 
+def record_attempts(
+    env_name: str,
+    root: Path | str,
+    attempts: Sequence[int],
+    *,
+    settings: Mapping[str, Any],
+    policy: AnyPolicy = EXPERT,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    wrap: Callable[[Environment], Environment] | None = None,
+    images: str = "video",
+    on_episode: Callable[[int, int], None] | None = None,
+) -> Recorded:
+    """Record those of some attempts that succeed, each tried once; go on where an interrupted recording stopped.
+
+    Args:
+        env_name: The environment.
+        root: Directory of the dataset.
+        attempts: Numbers of episodes of the split "train".
+        settings: What the episodes depend on; a dataset with others is refused.
+        policy: Who demonstrates.
+        seed: The root of all seeds.
+        options: Parameters of the environment.
+        wrap: Makes of the environment the one that is acted in.
+        images: How pictures are stored: video or image.
+        on_episode: Called with the number of episodes saved and of attempts made.
+    """
+    root, began, actor = Path(root), time.perf_counter(), make_actor(policy)
+    with ExitStack() as stack:
+        env = stack.enter_context(closing(make_environment(env_name, **(options or {}))))
+        env = env if wrap is None else wrap(env)
+        actor.check(env)
+        writer = LeRobotWriter(root, env.spec.features, env.fps, split_name(env_name)[0], images=images)  # type: ignore[arg-type]
+        stack.callback(writer.close)
+        journal = Journal(root, settings, writer.num_episodes)
+        session = _Session([env], actor, writer, journal, seed, Noise(), keep_failures=False)
+        stack.enter_context(actor.session())
+        done = {*journal.kept, *(attempt for _, attempt in journal.failed)}
+        for attempt in attempts:
+            if attempt not in done:
+                session.record_attempt(0, attempt)
+                if on_episode is not None:
+                    on_episode(writer.num_episodes, session.attempts)
+        counts = writer.num_episodes, writer.num_frames, session.attempts, session.env_steps
+        if writer.num_episodes:
+            writer.finalize()
+    return Recorded(root, *counts, time.perf_counter() - began)
+
+
 class _Session:
     """A recording under way."""
 
@@ -191,22 +240,27 @@ class _Session:
         env = self.envs[lane]
         for _ in range(_HOPELESS):
             attempt = self.journal.next_attempt(lane, len(self.envs))
-            wanted = lane, attempt
-            played = self.play(wanted) if self.ahead is None else self.ahead.take(wanted, self._coming)
-            frames, success, env_steps = played
-            self.env_steps += env_steps
-            if not success and not self._keep_failures:
-                self.journal.fail(lane, attempt)
-                continue
-            for frame in frames:
-                self.writer.add_frame(frame)
-            self.journal.keep(attempt)
-            self.writer.save_episode(env.task)
-            return
+            if self.record_attempt(lane, attempt):
+                return
         raise DataError(
             f"{env.task!r}: {_HOPELESS} attempts in a row failed, the last with seed "
             f"{episode_seed(self._seed, SPLIT, attempt)}; less noise or another policy may help"
         )
+
+    def record_attempt(self, lane: int, attempt: int) -> bool:
+        """Play an attempt and save it if it is worth that; return whether it was."""
+        wanted = lane, attempt
+        played = self.play(wanted) if self.ahead is None else self.ahead.take(wanted, self._coming)
+        frames, success, env_steps = played
+        self.env_steps += env_steps
+        if not success and not self._keep_failures:
+            self.journal.fail(lane, attempt)
+            return False
+        for frame in frames:
+            self.writer.add_frame(frame)
+        self.journal.keep(attempt)
+        self.writer.save_episode(self.envs[lane].task)
+        return True
 
     def _coming(self) -> Iterator[tuple[int, int]]:
         """Yield the attempts that are still to be made if none of them fails."""

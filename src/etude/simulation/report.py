@@ -34,7 +34,7 @@ def evaluation_sections(run_dir: Path) -> list[tuple[str, str]]:
     """Return title and HTML of each section that the evaluations of a run are worth; none if there were none."""
     results = list(_read_results(run_dir / FOLDER))
     films = [path.name for result in results for path in result.videos]
-    by_name = {name: film for name in films[:MOST_FILMS] if (film := _film(run_dir / FOLDER / "videos" / name))}
+    by_name = {name: film for name in films[:MOST_FILMS] if (film := embed_film(run_dir / FOLDER / "videos" / name))}
     why = "".join(_explain(result, by_name) for result in results)
     shown = list(by_name.values())
     sections = []
@@ -94,7 +94,8 @@ def _read_result(path: Path) -> EvaluationResult | None:
         return None
 
 
-def _film(path: Path) -> dict[str, str] | None:
+def embed_film(path: Path) -> dict[str, str] | None:
+    """Return a film as a page shows it; None if it cannot be read or is too large for one."""
     try:
         if path.stat().st_size > LARGEST_FILM_BYTES:
             return None
@@ -117,7 +118,9 @@ def _film_strip(run_dir: Path) -> list[dict[str, Any]]:
                 folders.setdefault(int(number), folder)
     strip = []
     for step, folder in spread(sorted(folders.items()), MOST_STEPS):
-        made = [film for path in sorted(folder.glob("*.mp4"))[:FILMS_OF_A_STEP] if (film := _film(path)) is not None]
+        made = [
+            film for path in sorted(folder.glob("*.mp4"))[:FILMS_OF_A_STEP] if (film := embed_film(path)) is not None
+        ]
         if made:
             result = _read_result(run_dir / FOLDER / f"step-{step:08d}.json")
             strip.append({"step": step, "films": made, "rate": None if result is None else result.total})

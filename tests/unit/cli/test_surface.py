@@ -126,6 +126,22 @@ etude redteam train --scorer NAME
 etude redteam train --set KEY=VALUE
 etude redteam train --steps N
 etude redteam train --target MODEL
+etude redteam robot POLICY
+etude redteam robot --baseline = True
+etude redteam robot --disturb KIND[=X]
+etude redteam robot --env ENV
+etude redteam robot --episodes N = 200
+etude redteam robot --json
+etude redteam robot --option KEY=VALUE
+etude redteam robot --output -o DIR
+etude redteam robot --plugin MODULE
+etude redteam robot --search NAME
+etude redteam robot --seed N
+etude redteam robot --strength X = 1.0
+etude redteam robot --to-dataset DIR
+etude redteam robot --video N = 6
+etude redteam robot --which best|last|STEP = auto
+etude redteam robot --workers N = 0
 etude redteam evaluate AUDITOR
 etude redteam evaluate --against MODEL
 etude redteam evaluate --config FILE

@@ -94,6 +94,17 @@ class HasScene(Protocol):
         """Return where things are now, by names such as object_x."""
 
 
+@runtime_checkable
+class CanChooseStart(Protocol):
+    """An environment whose episodes can begin where one likes, within what its seeds would draw."""
+
+    start_size: int
+    """Numbers from 0 to 1 that say how an episode begins; drawn uniformly, they begin as seeds do."""
+
+    def reset_at(self, seed: int, start: Array) -> Observation:
+        """Begin the episode of a seed, but where `start` says."""
+
+
 def as_image(picture: Any, name: str) -> Array:
     """Take what a simulator renders as uint8 (height, width, 3)."""
     image = np.asarray(picture)

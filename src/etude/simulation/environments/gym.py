@@ -39,6 +39,9 @@ class GymEnvironment:
         options: Arguments of the environment itself.
     """
 
+    _start: dict[str, Any] | None = None
+    """What the environment is told about how the next episode begins."""
+
     def __init__(
         self,
         id: str,
@@ -65,7 +68,7 @@ class GymEnvironment:
     def reset(self, seed: int) -> Observation:
         """Begin the episode of a seed."""
         self._steps, self._return = 0, 0.0
-        observation, _ = self._env.reset(seed=seed)
+        observation, _ = self._env.reset(seed=seed, options=self._start)
         return self._convert(observation)
 
     def step(self, action: Array) -> StepOutcome:

@@ -92,6 +92,9 @@ class MetaWorld:
             require_rendering()
         self._env, self._expert = _make(self.name)
         self._env.max_path_length = max_steps
+        space = self._env._random_reset_space
+        self._free = np.flatnonzero(space.high > space.low)
+        self.start_size = len(self._free)
         self._model_at_start = {name: getattr(self._env.model, name).copy() for name in _MOVED}
         self._render_camera = render_camera
         self._eye = CameraRenderer(self._env.model, size, size, _TURNED)
@@ -116,6 +119,37 @@ class MetaWorld:
 
     def reset(self, seed: int) -> Observation:
         """Begin the episode of a seed: where things and the goal lie follows from it and from nothing else."""
+        return self._reset(seed)
+
+    def reset_at(self, seed: int, start: Array) -> Observation:
+        """Begin where `start` says: each number is a place between the ends of what the task draws from.
+
+        A task that does not like a draw, such as a goal too near to the thing, draws again; what it draws then is a
+        function of `start` as well.
+        """
+        env, space = self._env, self._env._random_reset_space
+        draws = 0
+
+        def draw() -> Array:
+            nonlocal draws
+            if env._freeze_rand_vec:
+                frozen: Array = env._last_rand_vec
+                return frozen
+            vector: Array = space.low.astype(np.float64)
+            moved = (start + draws * _SHIFT * np.arange(1, self.start_size + 1)) % 1.0
+            shares = moved if draws else np.clip(start, 0.0, 1.0)
+            vector[self._free] += shares * (space.high - space.low)[self._free]
+            draws += 1
+            env._last_rand_vec = vector
+            return vector
+
+        env._get_state_rand_vec = draw
+        try:
+            return self._reset(seed)
+        finally:
+            del env._get_state_rand_vec
+
+    def _reset(self, seed: int) -> Observation:
         env = self._env
         for name, values in self._model_at_start.items():
             getattr(env.model, name)[:] = values
@@ -178,6 +212,8 @@ class MetaWorld:
         self._screen.close()
 
 
+_SHIFT = 0.6180339887498949
+"""How far a start moves on where a task does not take it: by the golden ratio, which never comes back."""
 _MOVED = ("body_pos", "body_quat", "site_pos", "site_quat", "geom_pos", "geom_quat")
 """What tasks change in their model when an episode begins."""
 

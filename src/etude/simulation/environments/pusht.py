@@ -7,6 +7,8 @@ import warnings
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
+
 from etude.errors import ConfigError
 from etude.extras import import_extra
 from etude.simulation.environments.base import Array, Observation
@@ -38,6 +40,8 @@ class PushT(GymEnvironment):
         max_steps: Steps before an episode is truncated.
         render_size: Height and width of the pictures for people.
     """
+
+    start_size = 5
 
     @classmethod
     def options_for(cls, spec: DataSpec) -> dict[str, Any]:
@@ -78,6 +82,15 @@ class PushT(GymEnvironment):
         if self._planner is not None:
             self._planner.reset()
         return super().reset(seed)
+
+    def reset_at(self, seed: int, start: Array) -> Observation:
+        """Begin with finger, block and angle between the ends of what seeds draw."""
+        low, high = np.array([50.0, 50.0, 100.0, 100.0, -np.pi]), np.array([450.0, 450.0, 400.0, 400.0, np.pi])
+        self._start = {"reset_to_state": low + np.clip(start, 0.0, 1.0) * (high - low)}
+        try:
+            return self.reset(seed)
+        finally:
+            self._start = None
 
     def scene(self) -> dict[str, float]:
         """Return where finger and block are, in pixels, whatever of it is observed."""
