@@ -86,8 +86,7 @@ def write_data(root: Path, made: Sequence[str]) -> None:
 
     envs = options(made, "--env")
     features: dict[str, Any] = {
-        name: {"dtype": "float32", "shape": (len(names),), "names": names}
-        for name, names in numbers(made).items()
+        name: {"dtype": "float32", "shape": (len(names),), "names": names} for name, names in numbers(made).items()
     }
     for camera in options(made, "--cameras"):
         size = int(options(made, "--size")[0])
