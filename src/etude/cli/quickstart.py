@@ -78,7 +78,7 @@ def read_recipe(
     left_out = ("evaluate_every", "best_metric", "best_mode")
     training = {name: value for name, value in values["training"].items() if name not in left_out}
     training |= {"seed": seed} if steps is None else {"seed": seed, "training_steps": steps}
-    data = {"type": "lerobot", "params": {"root": dataset}}
+    data: dict[str, Any] = {"type": "lerobot", "params": {"root": dataset}}
     if augment and (changes := values["data"]["params"].get("augment")):
         data["params"]["augment"] = changes
     return {"policy": values["policy"], "data": data, "training": training}
