@@ -266,4 +266,8 @@ def describe_start(trainer: Trainer) -> str:
     ranks = f", {session.group.world} ranks" if session.group.world > 1 else ""
     folder = session.record.directory
     place = f"into {folder}" if folder is not None else "keeping nothing"
-    return f"training {trained:,}{of_all} parameters{samples}, device {session.group.device}{ranks}, {place}"
+    what = f"{trained:,}{of_all} parameters{samples}, device {session.group.device}{ranks}"
+    elsewhere = getattr(session.policy, "trained_at", None)  # the weights are there, and only a stand-in is here
+    if isinstance(elsewhere, str):
+        what = f"at {elsewhere}{samples}"
+    return f"training {what}, {place}"

@@ -105,6 +105,11 @@ class RemotePolicy(nn.Module):
         return getattr(self.__dict__["local"], name) if name in _OF_TEXT else super().__getattr__(name)
 
     @property
+    def trained_at(self) -> str:
+        """Where the weights are."""
+        return str(self.__dict__["service"].url)
+
+    @property
     def device(self) -> torch.device:
         """Where batches are to be."""
         return self.stand_in.device

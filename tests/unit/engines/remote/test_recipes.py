@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from etude.callbacks import Callback, describe_start
 from etude.config.build import build
 from etude.config.load import load
 from etude.service import ServiceTrainer
@@ -28,10 +29,18 @@ def recipe(run: Path, url: str | None, **training: Any) -> ServiceTrainer:
     )  # fmt: skip
 
 
+class _Begun(Callback):
+    def on_fit_start(self, trainer: Any) -> None:
+        self.said = describe_start(trainer)
+
+
 def test_a_grpo_recipe_gives_the_same_in_process_and_through_the_client(served: Served, tmp_path: Path) -> None:
+    begun = _Begun()
     here, there = recipe(tmp_path / "here", None), recipe(tmp_path / "there", served.url)
+    there.callbacks.append(begun)
     here.fit()
     there.fit()
+    assert begun.said == f"training at {served.url}, into {tmp_path / 'there'}"  # and not "1 parameters"
     one, other = rows_of(tmp_path / "here"), rows_of(tmp_path / "there")
     assert [row["train/reward"] for row in one] == [row["train/reward"] for row in other]
     assert len(one) == 3
