@@ -144,11 +144,16 @@ def stress_policy(
         result = _open(stage, folder, policy_name)
         for name in names:
             run_search(stage, result, name, episodes, folder, on_episode)
+        _keep(result, folder)  # whatever becomes of the films
         if videos > 0:
             result.videos = _films(stage, result, folder, videos)
-        result.write(folder)
-        write_page(result, folder)
+            _keep(result, folder)
     return result
+
+
+def _keep(result: StressResult, folder: Path) -> None:
+    result.write(folder)
+    write_page(result, folder)
 
 
 def _check(search: Sequence[str], episodes: int) -> None:
