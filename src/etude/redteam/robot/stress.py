@@ -33,7 +33,7 @@ SEARCHES: tuple[SearchName, ...] = ("cross_entropy", "adversary", "random")
 SPLIT = "train"
 FIRST = {RANDOM: 4 << 20, "cross_entropy": 5 << 20, "adversary": 6 << 20}
 """The first episode of each search: far from those that are recorded, and from each other."""
-ROUND = 25
+ROUND = 10
 """Episodes of a round. The next ones follow from what they found."""
 
 __all__ = ["SEARCHES", "StressResult", "StressStage", "read_stress", "stress_policy"]
