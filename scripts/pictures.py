@@ -91,6 +91,13 @@ PAGES = (
          "auditor"),
         ("redteam", "evaluate", "auditor/best", "--rollouts", "16"),
     ), "auditor/best-evaluation/redteam.html", 1000),
+    Page("stress", (
+        ("record", *PICK_PLACE, "--episodes", "10", "--root", "data/ten"),
+        ("train", "metaworld-few", "data.params.root=data/ten", "callbacks=[]", "training.best_metric=train/loss",
+         "training.best_mode=min", "training.evaluate_every=null", "run.name=ten"),
+        ("redteam", "robot", "ten", *PICK_PLACE, "--episodes", "100", "--strength", "0.5", "--option", "max_steps=200",
+         "--video", "2"),
+    ), "runs/ten/stress/metaworld-pick-place/stress.html", 1150),
     Page("compare", (
         ("train", "digits", "--seeds", "3", "training.lr=1e-4", "run.name=slow"),
         ("train", "digits", "--seeds", "3", "training.lr=2e-3", "run.name=fast"),

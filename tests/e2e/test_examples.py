@@ -63,6 +63,17 @@ def test_a_red_team_trainer_with_a_loop_of_its_own(tmp_path: Path, child_env: di
     assert (tmp_path / "out" / "auditor" / "best" / "model.safetensors").is_file()
 
 
+def test_a_simulator_of_ones_own_is_stressed(tmp_path: Path, child_env: dict[str, str]) -> None:
+    pytest.importorskip("av", reason="av is not installed (extra: sim)")
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed (extra: sim)")
+    out = run("stress_policy.py", ["--episodes", "100", "--dir", "out"], tmp_path, child_env)
+    found, by_chance = (
+        int(re.findall(rf"^{word}: .* (\d+) distinct$", out, re.MULTILINE)[0]) for word in ("cross_entropy", "random")
+    )
+    assert found > 2 * by_chance > 0
+    assert (tmp_path / "out" / "stress.html").is_file() and "the expert succeeds in" in out
+
+
 def test_a_flat_script_gives_the_numbers_of_the_trainer_bit_for_bit(tmp_path: Path, child_env: dict[str, str]) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed (extra: llm)")
     out = run("grpo_flat.py", ["--steps", "6", "--compare"], tmp_path, child_env)

@@ -53,7 +53,7 @@ def stress(source: str, asked: StressOptions) -> None:
         require_expert(asked.env, options)
     plain = asked.env.replace("/", "-").replace(":", "-")
     folder = asked.output or default_output(source).parent / "stress" / plain
-    with _Telling(asked.episodes) as telling:
+    with _CountingSearches(asked.episodes) as telling:
         result = stress_policy(
             policy, asked.env, folder, search=list(asked.search),  # type: ignore[arg-type]
             episodes=asked.episodes, baseline=asked.baseline, disturb=asked.disturb, strength=asked.strength,
@@ -68,7 +68,7 @@ def stress(source: str, asked: StressOptions) -> None:
         _demonstrate(policy, result, asked)
 
 
-class _Telling:
+class _CountingSearches:
     """Counts the episodes of each search."""
 
     def __init__(self, episodes: int) -> None:
@@ -85,7 +85,7 @@ class _Telling:
         for count in self._counts.values():
             count.close()
 
-    def __enter__(self) -> _Telling:
+    def __enter__(self) -> _CountingSearches:
         return self
 
     def __exit__(self, *_: object) -> None:

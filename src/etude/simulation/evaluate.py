@@ -43,11 +43,9 @@ def evaluate_policy(
     slots: int | None = None, workers: int = 0, exact: bool = True,
     video_dir: Path | str | None = None, videos: int = 4,
     options: Mapping[str, Any] | None = None, tasks: Mapping[str, int] | None = None,
-    wrap: Callable[[Environment], Environment] | None = None,
+    wrap: Callable[[Environment], Environment] | None = None, diagnosis: DiagnosisOptions | None = None,
     on_episode: Callable[[EpisodeRow], None] | None = None,
-    on_film: Callable[[EvaluationResult], None] | None = None,
-    heartbeat: Callable[[], None] | None = None,
-    diagnosis: DiagnosisOptions | None = None,
+    on_film: Callable[[EvaluationResult], None] | None = None, heartbeat: Callable[[], None] | None = None,
 ) -> EvaluationResult:  # fmt: skip
     """Run episodes and return how they went.
 
@@ -80,10 +78,8 @@ def evaluate_policy(
         raise ConfigError(f"an evaluation needs at least one environment and one episode, got {names} and {episodes}")
     split_code(split)
     actor = make_actor(policy, exact=exact, tasks=tasks)
-    stage = _Stage(
-        actor, environment_options(actor, names, options), split, seed, _count_slots(actor, slots), heartbeat
-    )
-    stage.wrap = wrap
+    given, slots = environment_options(actor, names, options), _count_slots(actor, slots)
+    stage = _Stage(actor, given, split, seed, slots, heartbeat, wrap)
     stage.samples = None if diagnosis is None else diagnosis.samples
     jobs = [Job(name, episode) for name in names for episode in numbers]
     began = time.perf_counter()
@@ -147,12 +143,12 @@ class _Stage:
         seed: int,
         slots: int,
         heartbeat: Callable[[], None] | None,
+        wrap: Callable[[Environment], Environment] | None = None,
     ) -> None:
         self.actor, self.options, self.split, self.seed, self.slots = actor, options, split, seed, slots
-        self.heartbeat = heartbeat
+        self.heartbeat, self.wrap = heartbeat, wrap
         self.costs = {"acting_s": 0.0, "simulating_s": 0.0, "env_steps": 0.0}
         self.latencies_s: list[float] = []
-        self.wrap: Callable[[Environment], Environment] | None = None
         self.samples: int | None = None
         """Plans to draw each time while episodes are watched; None watches none."""
         self.traces: dict[tuple[str, int], EpisodeTrace] = {}

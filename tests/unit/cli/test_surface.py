@@ -141,7 +141,7 @@ etude redteam robot --strength X = 1.0
 etude redteam robot --to-dataset DIR
 etude redteam robot --video N = 6
 etude redteam robot --which best|last|STEP = auto
-etude redteam robot --workers N = 0
+etude redteam robot --workers N
 etude redteam evaluate AUDITOR
 etude redteam evaluate --against MODEL
 etude redteam evaluate --config FILE

@@ -149,11 +149,11 @@ class DisturbanceSpace:
         apart: Array = np.sqrt(np.square(self.whiten(others_ND) - self.whiten(one_D)).mean(-1))
         return apart
 
-    def distinct(self, vectors_ND: Array) -> list[int]:
+    def distinct(self, vectors_ND: Array, distance: float = DISTINCT) -> list[int]:
         """Return the vectors that are distinct, by number: each differs from all that were taken before it."""
         taken: list[int] = []
         for number, vector in enumerate(vectors_ND):
-            if not taken or (self.distance(vector, vectors_ND[taken]) > DISTINCT).all():
+            if not taken or (self.distance(vector, vectors_ND[taken]) > distance).all():
                 taken.append(number)
         return taken
 

@@ -6,6 +6,7 @@ interrupted goes on as if it had not been. Shape letters: N episodes, D numbers,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,16 +17,19 @@ from etude.simulation.environments.base import Array
 
 PRICE = 0.1
 """What a disturbance of average likelihood costs, where a failure earns 1."""
-ELITES, FEWEST_ELITES = 0.2, 6
-"""Share of the episodes so far that the next ones are drawn around."""
 COMPONENTS = 4
 """Failures of so many kinds are followed at a time."""
-BY_CHANCE = 0.1
-"""Share of the episodes that is drawn by chance all the same, so that other kinds are found."""
-FEW, LEAST_WIDTH = 3.0, 0.4
-"""Rows that a component trusts no more than chance, and how narrow it may become, in deviations."""
-DRAWS = 16
-"""Draws of which the best is played; drawing costs nothing beside an episode."""
+BY_CHANCE, AT_FIRST, ENOUGH = 0.1, 0.4, 10
+"""Share of the episodes that is drawn by chance all the same, so that other kinds are found; and before so many failed.
+"""
+FEWEST_FAILURES = 2
+"""Before so many are known there is nothing to look around, and chance is best."""
+FEW, LEAST_WIDTH, CLEAR = 3.0, 0.8, 1.5
+"""Rows that a component trusts no more than chance, how narrow it may become, in deviations, and how many standard
+errors a mean is to be away from that of chance."""
+DRAWS, WEIGHT, MANY = 16, 0.4, 40
+"""Draws of which the best is played, for drawing costs nothing beside an episode; and what the log-likelihood of a draw
+weighs beside how much it looks like a failure, once so many are known."""
 _CHANCE, _CROSS_ENTROPY = 1, 2
 
 
@@ -65,15 +69,19 @@ def propose_cross_entropy(space: DisturbanceSpace, seed: int, number: int, count
     are plausible, and distinct from every failure found and from each other.
     """
     generator = np.random.default_rng(fold(seed, _CROSS_ENTROPY, number))
-    if not len(tried.vectors_ND):
+    if int(tried.failed_N.sum()) < FEWEST_FAILURES:
         return np.stack([space.draw(generator) for _ in range(count)])
     elites, others = split_elites(tried)
     wanted = Components.fit(space.whiten(tried.vectors_ND[elites]), generator)
     passed = Components.fit(space.whiten(tried.vectors_ND[others]), generator) if len(others) else None
     known = list(tried.vectors_ND[tried.failed_N])
+    failures = len(known)
+    by_chance = BY_CHANCE if failures >= ENOUGH else AT_FIRST
     found: list[Array] = []
     for _ in range(count):
-        vector = None if generator.random() < BY_CHANCE else _best_draw(space, wanted, passed, known, generator)
+        vector = (
+            None if generator.random() < by_chance else _best_draw(space, wanted, passed, known, failures, generator)
+        )
         found.append(space.draw(generator) if vector is None else vector)
         known.append(found[-1])
     return np.stack(found)
@@ -81,7 +89,7 @@ def propose_cross_entropy(space: DisturbanceSpace, seed: int, number: int, count
 
 def _best_draw(
     space: DisturbanceSpace, wanted: Components, passed: Components | None, known: list[Array],
-    generator: np.random.Generator,
+    failures: int, generator: np.random.Generator,
 ) -> Array | None:  # fmt: skip
     """Return the draw that looks most like the elites and least like the others; None if all is known there."""
     white_ND = wanted.draw(DRAWS, generator)
@@ -95,16 +103,17 @@ def _best_draw(
     vectors_ND = vectors_ND[is_good]
     white_ND = space.whiten(vectors_ND)
     ratio_N = wanted.log_density(white_ND) - (0.0 if passed is None else passed.log_density(white_ND))
-    best: Array = vectors_ND[int(np.argmax(ratio_N))]
+    # With few failures the ratio says little, and weighing the likelihood would only avoid whatever is rare.
+    weight = WEIGHT * min(1.0, failures / MANY)
+    best: Array = vectors_ND[int(np.argmax(ratio_N + weight * space.log_likelihood(vectors_ND)))]
     return best
 
 
 def split_elites(tried: Tried) -> tuple[Array, Array]:
-    """Return the numbers of the elites, the failures among them first, and of all others."""
-    total = len(tried.rewards_N)
-    count = min(total, max(FEWEST_ELITES, round(ELITES * total), min(int(tried.failed_N.sum()), total // 2)))
-    order = np.argsort(-tried.rewards_N, kind="stable")
-    return order[:count], order[count:]
+    """Return the numbers of the elites, the failures that earn most, up to half of all; and of the successes."""
+    count = min(int(tried.failed_N.sum()), max(1, len(tried.failed_N) // 2))
+    order = np.lexsort((-tried.rewards_N, ~tried.failed_N))
+    return order[:count], np.flatnonzero(~tried.failed_N)
 
 
 @dataclass(frozen=True)
@@ -120,9 +129,11 @@ class Components:
         """Return a component for each cluster of rows."""
         means, widths, counts = [], [], []
         for rows in cluster(rows_ND, min(COMPONENTS, max(1, len(rows_ND) // 5)), generator):
-            # An estimate from few rows is drawn to what chance does, which is right for numbers that do not matter.
+            # An estimate from few rows is drawn to what chance does, and a mean that chance explains is that of
+            # chance: right for numbers that do not matter, in which failures are to stay as different as they can be.
             share = len(rows) / (len(rows) + FEW)
-            means.append(share * rows.mean(0))
+            is_clear = np.abs(rows.mean(0)) * math.sqrt(len(rows)) > CLEAR
+            means.append(np.where(is_clear, share * rows.mean(0), 0.0))
             widths.append(np.maximum(LEAST_WIDTH, share * rows.std(0) + (1 - share)))
             counts.append(len(rows))
         return cls(np.stack(means), np.stack(widths), np.array(counts) / sum(counts))

@@ -33,7 +33,7 @@ SEARCHES: tuple[SearchName, ...] = ("cross_entropy", "adversary", "random")
 SPLIT = "train"
 FIRST = {RANDOM: 4 << 20, "cross_entropy": 5 << 20, "adversary": 6 << 20}
 """The first episode of each search: far from those that are recorded, and from each other."""
-ROUND = 25
+ROUND = 10
 """Episodes of a round. The next ones follow from what they found."""
 
 __all__ = ["SEARCHES", "StressResult", "StressStage", "read_stress", "stress_policy"]
@@ -144,11 +144,16 @@ def stress_policy(
         result = _open(stage, folder, policy_name)
         for name in names:
             run_search(stage, result, name, episodes, folder, on_episode)
+        _keep(result, folder)  # whatever becomes of the films
         if videos > 0:
             result.videos = _films(stage, result, folder, videos)
-        result.write(folder)
-        write_page(result, folder)
+            _keep(result, folder)
     return result
+
+
+def _keep(result: StressResult, folder: Path) -> None:
+    result.write(folder)
+    write_page(result, folder)
 
 
 def _check(search: Sequence[str], episodes: int) -> None:
