@@ -20,6 +20,9 @@ BODY_S: Final = 120.0
 """How long a body may take to arrive."""
 DRAIN_S: Final = 5.0
 """How long a body that is refused is read, and dropped: a line that is cut while it sends loses the answer."""
+BEGIN_S: Final = 1.0
+"""How long the beginning of a body is waited for before it is refused: who hears of it may hang up at once, and what
+had come is lost with the line."""
 JSON_BYTES: Final = 4 << 20
 """Largest body of all calls but those that bring data to train on."""
 BODIES_IN_ALL: Final = 8
@@ -139,6 +142,9 @@ class Door:
 
     async def _refuse(self, scope: Any, receive: Any, send: Any, refusal: Refusal, room: _Room) -> None:
         """Answer, and then read for a while what the client still sends, if that may be something, to drop it."""
+        given = _Headers(scope["headers"])
+        if receive is not None and refusal.status in UNREAD and not room.ends.known and "expect" not in given:
+            receive = await _begin(receive, room.ends)
         content = error_json(scope["path"], refusal.status, str(refusal))
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         headers.append((b"content-length", str(len(content)).encode()))
@@ -148,7 +154,6 @@ class Door:
             with suppress(TimeoutError):
                 await asyncio.wait_for(_drop(receive, room.ends), DRAIN_S)
         if self._pass_turn is not None and refusal.status in UNREAD:
-            given = _Headers(scope["headers"])
             owner, kind = self._keys.owner(given), given.get("content-type", "")
             if owner is not None:
                 await self._pass_turn(scope["path"], owner, room.ends.known, kind.startswith(PROTOBUF), str(refusal))
@@ -274,6 +279,16 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise Refusal(400, f"the JSON of the body says {name[:80]!r} twice")
         found[name] = value
     return found
+
+
+async def _begin(receive: Any, ends: _Ends) -> Any:
+    """Take the first part of a body, if one comes; return what receives the rest, None where there is none."""
+    try:
+        message = await asyncio.wait_for(receive(), BEGIN_S)
+    except TimeoutError:
+        return receive
+    ends.add(message.get("body", b""))
+    return receive if message.get("more_body") else None
 
 
 async def _drop(receive: Any, ends: _Ends) -> None:
