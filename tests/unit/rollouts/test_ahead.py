@@ -214,7 +214,8 @@ def test_two_ranks_train_as_one_process_does_and_are_taken_up_by_any_number(tmp_
     train("alone", 16)
     assert run_ranks(lambda: train("shared", 8), 2) == [0, 0]
     for run in ("killed", "fewer"):
-        assert run_ranks(lambda run=run: train(run, 8, [DieAt(3)]), 2) == [-9, -9]  # type: ignore[misc]
+        first, second = run_ranks(lambda run=run: train(run, 8, [DieAt(3)]), 2)  # type: ignore[misc]
+        assert (first, second) in {(-9, -9), (6, -9)}  # while rank 0 writes, its watch may see the other die
     assert run_ranks(lambda: train("killed", 8), 2) == [0, 0]
     train("fewer", 16)
     assert compare(tmp_path / "killed", tmp_path / "shared") is None
