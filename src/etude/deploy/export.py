@@ -56,12 +56,13 @@ class ChunkGraph(nn.Module):
     def forward(self, *values: Tensor) -> Tensor:
         """Return the chunk, (1, H, *action_shape)."""
         policy = self.policy
-        observation = policy.normalize_observation(dict(zip(self.names, values, strict=False)))
+        seen = dict(zip(self.names, values, strict=False))
+        observation = policy.normalize_observation(seen)
         if policy.noise_shape is not None:
             actions = policy.sample_from_noise(observation, values[-1])
         else:
             actions = policy.sample_actions(observation)
-        return policy.unnormalize_action(actions.reshape(*actions.shape[:2], *policy.action_shape))
+        return policy.unnormalize_action(actions.reshape(*actions.shape[:2], *policy.action_shape), seen)
 
 
 def export_policy(policy: nn.Module, directory: str | Path, kind: str = "torch") -> Exported:

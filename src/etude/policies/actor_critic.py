@@ -49,6 +49,7 @@ class ActorCritic(PolicyModule):
     """
 
     default_normalization = {"state": "identity", "environment": "identity", "action": "identity"}
+    takes_relative_actions = False
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from etude.low_precision import require_low_precision_of
 from etude.policies import pretrained
 from etude.policies.derived import Derivation, DerivedFeature, choose_features
 from etude.policies.executor import Executing
-from etude.policies.normalize import BOUNDED, Normalizer
+from etude.policies.normalize import BOUNDED, Normalizer, make_origin
 from etude.policies.spec import condense, spec_from_json, spec_to_json
 from etude.signatures.annotations import understood
 from etude.signatures.nested import ParametersOf, find_nested
@@ -52,6 +52,8 @@ class PolicyModule(nn.Module, Executing):
 
     default_normalization: ClassVar[Mapping[str, str]] = {}
     """Modes by role in which the policy differs from the defaults of `Normalizer`."""
+    takes_relative_actions: ClassVar[bool] = True
+    """Whether actions may be normalised relative to what is observed."""
     needs_spec: ClassVar[bool] = True
     """Whether there are no layers without the features of the data."""
     spec: DataSpec
@@ -145,8 +147,13 @@ class PolicyModule(nn.Module, Executing):
         derivation = Derivation(self.spec, self.derived, self.n_obs_steps)
         seen = choose_features(self.spec, derivation.features, self.observed)
         own = {key: feature for key, feature in seen.items() if key in self.spec.features}
-        self._looked_at = own.keys() | derivation.sources
-        self.normalizer = Normalizer(DataSpec(own), self.normalization, derivation if self.derived else None)
+        origin = make_origin(self.spec, name, self.normalization, self.n_obs_steps)
+        if origin is not None and not self.takes_relative_actions:
+            raise ConfigError(
+                f"{type(self).__name__} looks at actions without what was seen; leave relative_to out of normalization"
+            )
+        self._looked_at = own.keys() | derivation.sources | (set() if origin is None else origin.sources)
+        self.normalizer = Normalizer(DataSpec(own), self.normalization, derivation if self.derived else None, origin)
         mode = self.normalizer.modes.get(name)
         if self.clips_actions and mode not in BOUNDED:
             raise ConfigError(
@@ -192,15 +199,15 @@ class PolicyModule(nn.Module, Executing):
         observation = self.observations(batch)
         with evaluating(self):
             actions = self.sample_actions(self.normalize_observation(observation))
-        return self.unnormalize_action(actions.reshape(*actions.shape[:2], *self.action_shape))
+        return self.unnormalize_action(actions.reshape(*actions.shape[:2], *self.action_shape), observation)
 
     def normalize_observation(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         """Return an observation as `sample_actions` takes it."""
         return self.normalizer.normalize(observation)
 
-    def unnormalize_action(self, actions: Tensor) -> Tensor:
-        """Return normalised actions in the data's units."""
-        return self.normalizer.unnormalize_action(actions)
+    def unnormalize_action(self, actions: Tensor, observation: Mapping[str, Any] | None = None) -> Tensor:
+        """Return normalised actions in the data's units; those that are relative need what was seen."""
+        return self.normalizer.unnormalize_action(actions, observation)
 
     def sample_from_noise(self, batch: Mapping[str, Any], noise: Tensor) -> Tensor:
         """Return what `sample_actions` makes of given noise, where `noise_shape` says which."""

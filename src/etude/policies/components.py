@@ -196,7 +196,7 @@ class ComponentPolicy(PolicyModule, nn.ModuleDict):
         steps = self._image_obs_steps if feature.role == "image" else self.n_obs_steps
         return value[:, -1] if steps == 1 else value[:, -steps:]
 
-    def unnormalize_action(self, actions: Tensor) -> Tensor:
+    def unnormalize_action(self, actions: Tensor, observation: Mapping[str, Any] | None = None) -> Tensor:
         """Return actions in the data's units."""
         return actions if self.statistics is None else self.statistics.unnormalize(self.action_name, actions)
 

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from etude.data.named_numbers import NamedNumbers
 from etude.data.statistics import NormStats, center_and_width
-from etude.errors import ConfigError
-from etude.policies.derived import Derivation, center_and_scale
+from etude.errors import ConfigError, DataError
+from etude.policies.derived import Derivation, DerivedFeature, center_and_scale
 from etude.policies.spec import condense
 from etude.reading.suggest import did_you_mean
 from etude.types import DataSpec, Feature
@@ -19,7 +20,9 @@ from etude.types import DataSpec, Feature
 Mode = Literal["mean_std", "min_max", "quantiles", "identity", "imagenet"]
 MODES: tuple[Mode, ...] = ("mean_std", "min_max", "quantiles", "identity", "imagenet")
 Scaling = Mode | dict[str, Any]
-"""A mode, or {scale, center}: numbers in the data's units instead of statistics."""
+"""A mode, or {scale, center, relative_to}: numbers in the data's units instead of statistics."""
+_ORIGIN = "origin"
+"""What the numbers that actions are said from are derived as."""
 BOUNDED: tuple[Mode, ...] = ("min_max", "quantiles")
 """Modes that map (almost) everything into [-1, 1]."""
 ROLE_MODES: Mapping[str, Mode] = {
@@ -47,6 +50,7 @@ class Normalizer(nn.Module):
         modes: Mode by role ("state", "action", ...) or by feature name; the name wins. A mapping {scale, center}
             holds the numbers themselves, in the data's units.
         derivation: What is computed from the features before they are normalised.
+        origin: Where actions are said from, if they are `relative_to` something that is observed.
     """
 
     def __init__(
@@ -54,10 +58,11 @@ class Normalizer(nn.Module):
         spec: DataSpec,
         modes: Mapping[str, str | Mapping[str, Any]] | None = None,
         derivation: Derivation | None = None,
+        origin: Derivation | None = None,
     ) -> None:
         super().__init__()
         spec = condense(spec)
-        self.derivation = derivation
+        self.derivation, self.origin = derivation, origin
         self.modes = resolve_modes(spec, modes or {})
         """Mode of each feature, by its name."""
         self._plan: list[tuple[str, str, str, bool]] = []
@@ -87,6 +92,8 @@ class Normalizer(nn.Module):
             if role == "image" and not value.is_floating_point():
                 value = value.to(center.dtype) / 255.0
             value = value.to(center.dtype)
+            if role == "action" and self.origin is not None:
+                value = value - self._place_of(batch, value)
             if is_affine:
                 # What never changed in the data carries no news: divided by infinity it is 0, on the robot too.
                 value = (value - center) / torch.where(width > 0, width, torch.inf)
@@ -102,16 +109,29 @@ class Normalizer(nn.Module):
             return value
         return value * self.get_buffer(f"{key}__width") + self.get_buffer(f"{key}__center")
 
-    def unnormalize_action(self, value: Tensor) -> Tensor:
-        """Return normalised actions in the data's units."""
-        return self.unnormalize(self.action_name, value) if hasattr(self, "action_name") else value
+    def unnormalize_action(self, value: Tensor, observation: Mapping[str, Any] | None = None) -> Tensor:
+        """Return normalised actions in the data's units; those that are relative need what was seen."""
+        if not hasattr(self, "action_name"):
+            return value
+        value = self.unnormalize(self.action_name, value)
+        return value if self.origin is None else value + self._place_of(observation or {}, value)
+
+    def _place_of(self, batch: Mapping[str, Any], actions: Tensor) -> Tensor:
+        """Return where actions, (B, A) or (B, H, A), are said from: what was seen last, as it is in the data."""
+        assert self.origin is not None
+        if _ORIGIN not in (found := self.origin(batch)):
+            missing = sorted(self.origin.sources - batch.keys())
+            raise DataError(f"actions are relative to numbers of {', '.join(missing)}, which the batch does not have")
+        place: Tensor = found[_ORIGIN]
+        place = (place if place.dim() == 2 else place[:, -1]).to(actions.dtype)
+        return place if actions.dim() == 2 else place.unsqueeze(1)
 
 
 def resolve_modes(spec: DataSpec, modes: Mapping[str, str | Mapping[str, Any]]) -> dict[str, Scaling]:
     """Return the mode of each feature that is normalised; refuse keys and modes that mean nothing."""
     for key, mode in modes.items():
         if isinstance(mode, Mapping):
-            if "scale" not in mode or mode.keys() - {"scale", "center"}:
+            if "scale" not in mode or mode.keys() - {"scale", "center", "relative_to"}:
                 raise ConfigError(f"normalization of {key!r} is {dict(mode)}; say {{scale: NUMBER, center: NUMBER}}")
         elif mode not in MODES:
             raise ConfigError(f"normalization of {key!r} is {mode!r}; one of {', '.join(MODES)}, or {{scale: NUMBER}}")
@@ -122,7 +142,9 @@ def resolve_modes(spec: DataSpec, modes: Mapping[str, str | Mapping[str, Any]]) 
     for name, feature in spec.features.items():
         if feature.role not in ROLE_MODES or (feature.role == "action" and feature.classes is not None):
             continue  # An index has no scale.
-        mode = modes.get(name, modes.get(feature.role, ROLE_MODES[feature.role]))
+        mode = mode_of(name, feature, modes)
+        if isinstance(mode, Mapping) and "relative_to" in mode and feature.role != "action":
+            raise ConfigError(f"normalization of {name} has relative_to, which is for actions; derive a difference")
         resolved[name] = dict(mode) if isinstance(mode, Mapping) else next(known for known in MODES if known == mode)
         if mode == "imagenet" and (feature.role != "image" or feature.shape[0] != 3):
             raise ConfigError(
@@ -130,6 +152,24 @@ def resolve_modes(spec: DataSpec, modes: Mapping[str, str | Mapping[str, Any]]) 
                 f"set normalization: {{{name}: mean_std}}"
             )
     return resolved
+
+
+def mode_of(name: str, feature: Feature, modes: Mapping[str, Any]) -> Any:
+    """Return the mode that is said for a feature by its name, by its role, or by nobody."""
+    return modes.get(name, modes.get(feature.role, ROLE_MODES.get(feature.role)))
+
+
+def make_origin(spec: DataSpec, name: str, modes: Mapping[str, Any], n_obs_steps: int) -> Derivation | None:
+    """Return how the place is found that an action is said from; None for actions that are absolute."""
+    mode = mode_of(name, spec[name], modes)
+    if not isinstance(mode, Mapping) or mode.get("relative_to") is None:
+        return None
+    where = f"relative_to in the normalization of {name}"
+    named = NamedNumbers(spec).find(where, mode["relative_to"])
+    if (len(named),) != tuple(spec[name].shape):
+        raise ConfigError(f"{where} names {len(named)} numbers, the action has shape {tuple(spec[name].shape)}")
+    recipe = DerivedFeature(scale=1.0, numbers=[f"{feature}.{index}" for feature, index in named])
+    return Derivation(spec, {_ORIGIN: recipe}, n_obs_steps)
 
 
 def _affine(name: str, feature: Feature, mode: Scaling) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,8 @@ class SharedOptions:
     """Control steps that computing a chunk takes."""
     normalization: dict[str, Scaling] | None = None
     """Mode by role (state, environment, image, action) or feature name: mean_std, min_max, quantiles, identity,
-    imagenet, or {scale, center} in the data's units."""
+    imagenet, or {scale, center} in the data's units. For actions that are places also {scale, relative_to: finger_?}:
+    they are then said from where these numbers are."""
     derived: Annotated[dict[str, Any] | None, NamedParametersOf("etude.policies.derived:DerivedFeature")] = None
     """Features computed from named numbers of the data, such as {object_from_hand: {difference: [object_?, hand_?],
     scale: 0.1}}."""

@@ -112,8 +112,9 @@ class ResidualPolicy(SoftActorCritic):
     @torch.no_grad()
     def _ask_base(self, observation: Mapping[str, Any]) -> Tensor:
         base = self.base
-        chunk = base.sample_actions(base.normalize_observation(base.observations(observation)))
-        first = base.unnormalize_action(chunk[:, :1].reshape(-1, *self.action_shape))
+        seen = base.observations(observation)
+        chunk = base.sample_actions(base.normalize_observation(seen))
+        first = base.unnormalize_action(chunk[:, :1].reshape(-1, *self.action_shape), seen)
         found: Tensor = self.normalizer.normalize({self.action_name: first})[self.action_name]
         return found.reshape(found.shape[0], -1).clamp(-1.0, 1.0)
 

@@ -67,6 +67,7 @@ class SoftActorCritic(PolicyModule):
     """
 
     default_normalization = {"state": "identity", "environment": "identity"}
+    takes_relative_actions = False
 
     def __init__(
         self,

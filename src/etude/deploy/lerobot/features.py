@@ -38,6 +38,11 @@ def describe_features(policy: PolicyModule) -> list[Exchanged]:
             f"LeRobot's {name} computes no features, and this one derives {', '.join(policy.derived)}; export it as "
             "torch or onnx, where they are part of the graph"
         )
+    if policy.normalizer.origin is not None:
+        raise ConfigError(
+            f"LeRobot's {name} has absolute actions, and those of this one are relative to what it sees; export it as "
+            "torch or onnx, where that is part of the graph"
+        )
     seen = {key: one for key, one in policy.spec.features.items() if policy.looks_at(key, one)}
     for key, one in seen.items():
         if one.role not in TYPES:
