@@ -28,6 +28,7 @@ from typing import Any
 from benchmarks.robot_lerobot import LeRobotACT, find_python
 from benchmarks.tables import Table
 from etude.cli.quickstart import read_recipe
+from etude.simulation.environments.metaworld_tasks import TASKS as ALL_TASKS
 
 TASKS = (
     "pick-place", "peg-insert-side", "push", "door-open", "drawer-open", "reach", "button-press-topdown", "window-open",
@@ -50,6 +51,8 @@ COMPARED = ("pick-place", "peg-insert-side")
 PUSHT_DEMOS = 800
 PUSHT_NOISE = {"scale": 40.0, "rate": 0.04, "steps": 3}
 """Now and then the finger is pushed aside while demonstrations of PushT are recorded; the recorded action is not."""
+SHARING = 10
+"""How many tasks of one policy share the held-out episodes; each of more gets a tenth of them, too."""
 MAX_STEPS = 300
 PIXELS = 96
 
@@ -88,7 +91,7 @@ class Row:
         if self.cameras:
             return f"metaworld-images-{policy}"
         if len(self.tasks) > 1:
-            return "metaworld-10-tasks"
+            return f"metaworld-{len(self.tasks)}-tasks"
         return f"pusht-{policy}" if self.tasks == ("pusht",) else f"metaworld-{policy}"
 
     def config(self, dataset: str, steps: int | None) -> dict[str, Any]:
@@ -125,6 +128,7 @@ def suite(name: str, seed: int, *, lerobot: bool) -> Iterator[Row]:
     yield from (Row(("pusht",), policy, PUSHT_DEMOS, seed) for policy in ("mlp", *POLICIES))
     yield from (Row(("drawer-open",), "act", 50, seed, cameras, "hand") for cameras in (("corner2",), ()))
     yield Row(TASKS, "act", 50, seed)
+    yield Row(tuple(ALL_TASKS), "mlp", 30, seed)
 
 
 def component_recipe(preset: str, dataset: str, seed: int, steps: int) -> dict[str, Any]:
@@ -154,7 +158,7 @@ def run_row(row: Row, episodes: int, folder: Path, steps: int | None, workers: i
     record(row.envs, dataset, episodes=row.demos, seed=row.seed, noise=Noise(**row.noise), options=options)
     config = row.config(str(dataset), steps)
     learn = _train_lerobot if row.policy == LEROBOT else _train
-    each = -(-episodes // len(row.tasks))
+    each = -(-episodes // min(len(row.tasks), SHARING))
     return {**asdict(row), "label": row.label, **learn(row, config, dataset, each, folder, workers)}
 
 
@@ -258,7 +262,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--labels", help="comma-separated, as in the table; all of the suite unless given")
     parser.add_argument("--policies", help="comma-separated; all of the suite unless given")
     parser.add_argument("--demos", default="50", help="comma-separated, for --tasks")
-    parser.add_argument("--episodes", type=int, default=200, help="of each row; several tasks share them")
+    parser.add_argument("--episodes", type=int, default=200, help="of each row; up to ten tasks share them")
     parser.add_argument("--steps", type=int, help="training steps of every row; the preset's unless given")
     parser.add_argument("--minutes", type=float, help="begin no row after this long")
     parser.add_argument("--seed", type=int, default=0)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.cli.record import default_root
+from etude.cli.environments import plain_name
 from etude.config.load import load
 from etude.config.presets import presets
 
@@ -57,7 +57,7 @@ def test_what_needs_no_data_on_disk_is_built(path: Path) -> None:
 def test_comments_say_how_to_make_the_data_and_how_to_train(path: Path) -> None:
     config = load(path).config
     made, *rest = commands(path)
-    roots = options(made, "--root") or [str(default_root(options(made, "--env")))]
+    roots = options(made, "--root") or [f"data/{plain_name(options(made, '--env'))}"]
     assert config.data.params["root"] == roots[0]
     trained = [command for command in rest if command[1] == "train"]
     assert trained[0][2] == path.stem

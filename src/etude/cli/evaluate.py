@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.cli.acting import find_policy, read_options
 from etude.cli.counting import Counting
+from etude.cli.environments import find_environments, plain_name
 from etude.cli.output import print_json, print_table, say
 from etude.errors import ConfigError
 from etude.registry import load_plugins
@@ -43,6 +44,7 @@ def evaluate_source(
     """Evaluate a policy, keep the result, and print it."""
     gc.enable()  # switched off for the start by `main`
     load_plugins(list(plugins))
+    envs = find_environments(envs)
     options = read_options(settings, None, None)
     policy = find_policy(source, which)
     output = output or default_output(source)
@@ -51,7 +53,7 @@ def evaluate_source(
 
     if samples and not diagnose:
         raise ConfigError("--samples is part of the diagnosis; leave out --no-diagnose")
-    stem = output / f"{'+'.join(env.replace('/', '-').replace(':', '-') for env in envs)}-{split}"
+    stem = output / f"{plain_name(envs)}-{split}"
     total = episodes * len(envs)
     with _Showing(total, min(videos, total), stem, as_json=as_json) as showing:
         result = evaluate_policy(

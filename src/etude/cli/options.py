@@ -42,7 +42,7 @@ RunName = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Envs = Annotated[
-    list[str], option("--env", "ENV", "metaworld/TASK, pusht, aloha/TASK or gym:ID; may be given several times.")
+    list[str], option("--env", "ENV", "metaworld/TASK, metaworld/*, pusht, aloha/TASK or gym:ID; may be repeated.")
 ]
 EnvOptions = Annotated[
     list[str] | None, option("--option", "KEY=VALUE", "Further parameters; etude list environments KEY shows them.")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from etude.cli.acting import find_policy, read_options
 from etude.cli.counting import Counting
+from etude.cli.environments import find_environments, plain_name
 from etude.cli.output import say
 
 
@@ -34,7 +35,8 @@ def record_demonstrations(
     """Record, or go on with a recording, and say what there is."""
     gc.enable()  # switched off for the start by `main`
     options = read_options(settings, cameras, size)
-    root = root or default_root(envs)
+    envs = find_environments(envs)
+    root = root or Path("data") / plain_name(envs)
     from etude.simulation.record import Noise, record
 
     demonstrator = find_policy(policy)
@@ -52,8 +54,3 @@ def record_demonstrations(
     say(f"{done.episodes} episodes, {done.frames} frames, {done.attempts} attempts{made}")
     say(f"dataset: {done.root}")
     say(f"look at it: etude data inspect {shlex.quote(str(done.root))}")
-
-
-def default_root(envs: Sequence[str]) -> Path:
-    """Return where a recording goes unless told."""
-    return Path("data") / "+".join(name.replace("/", "-").replace(":", "-") for name in envs)

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from etude.cli.acting import load_function, read_options
+from etude.cli.environments import find_environments, plain_name
 from etude.cli.main import app
-from etude.cli.record import default_root
 from etude.data.lerobot.reader import LeRobotDataset
 from etude.errors import ConfigError, DataError
 
@@ -101,4 +101,23 @@ def test_options_are_yaml() -> None:
 
 
 def test_recordings_are_named_after_their_environments() -> None:
-    assert default_root(["metaworld/reach", "gym:X-v0"]) == Path("data/metaworld-reach+gym-X-v0")
+    assert plain_name(["metaworld/reach", "gym:X-v0"]) == "metaworld-reach+gym-X-v0"
+
+
+def test_many_environments_are_counted_in_a_file_name_and_not_named() -> None:
+    every = find_environments(["metaworld/*"])
+    assert len(every) == 50 and "metaworld/peg-insert-side" in every
+    name = plain_name(every)
+    assert name.startswith("metaworld-assembly+49-more-") and len(name) < 150
+    assert plain_name(every[::-1]) != name and plain_name(["gym:" + "x" * 300])[:5] == "gym-x"
+    assert len(plain_name(["gym:" + "x" * 300])) < 150
+
+
+def test_patterns_name_environments() -> None:
+    assert find_environments(["pusht", "metaworld/drawer-*"]) == [
+        "pusht", "metaworld/drawer-close", "metaworld/drawer-open",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"no task of Meta-World matches"):
+        find_environments(["metaworld/xyz*"])
+    with pytest.raises(ConfigError, match="names metaworld/drawer-open twice"):
+        find_environments(["metaworld/drawer-open", "metaworld/drawer-*"])
