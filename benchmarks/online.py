@@ -94,9 +94,8 @@ def run_row(row: Row, episodes: int, folder: Path, steps: int | None) -> dict[st
     from etude.simulation.record import record
 
     values = row.values(steps)
-    options = {"state": "relative"} if row.task == PEG else {}
-    dataset = folder / "data" / "-".join([row.task, str(DEMOS), str(row.seed), *options.values()])
-    record(row.env, dataset, episodes=DEMOS, seed=row.seed, options=options)
+    dataset = folder / "data" / f"{row.task}-{DEMOS}-{row.seed}"
+    record(row.env, dataset, episodes=DEMOS, seed=row.seed)
     data = {"type": "lerobot", "params": {"root": str(dataset), "show_progress": False}}
     path = folder / "row.yaml"
     path.write_text(yaml12.write({**values, "data": data, "loggers": []}))
