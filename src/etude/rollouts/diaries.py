@@ -13,7 +13,7 @@ from torch import Tensor
 
 from etude.errors import RolloutError
 from etude.rollouts.rewards import MOST_HUNG
-from etude.simulation.actors import Seat
+from etude.simulation.actors import Seat, is_finite
 from etude.simulation.environments import make_environment
 from etude.simulation.environments.base import Array, Environment, Observation, StepOutcome
 from etude.simulation.episodes import EnvironmentPool, Job
@@ -91,7 +91,7 @@ class Diaries:
 
 def _require_finite(observation: Observation) -> None:
     for name, value in observation.items():
-        if value.dtype.kind == "f" and not np.isfinite(value).all():
+        if not is_finite(value):
             raise ValueError(f"it shows {name} that is not finite")
 
 

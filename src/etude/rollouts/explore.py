@@ -20,7 +20,7 @@ from etude.rng import fold_array
 from etude.rollouts.diaries import Diaries, Diary, timed_pool
 from etude.rollouts.measures import measure_rewards, timed
 from etude.signatures.nested import OptionsOf
-from etude.simulation.actors import PolicyActor, Seat
+from etude.simulation.actors import PolicyActor, Seat, is_finite
 from etude.simulation.environments.base import Array
 from etude.simulation.episodes import EpisodeRunner, Job
 from etude.simulation.results import EpisodeRow
@@ -62,7 +62,7 @@ class Explorer(PolicyActor):
         found: Any = self.policy.sample(batch, self._uniforms(keys))  # type: ignore[operator]
         self.log_probs = dict(zip((seat.slot for seat in seats), found.log_probs.tolist(), strict=False))
         actions: Array = found.actions[: len(seats)].cpu().numpy()
-        if actions.dtype.kind == "f" and not np.isfinite(actions).all():
+        if not is_finite(actions):
             raise NonFiniteError(f"{type(self.policy).__name__} drew an action that is not finite: {actions[0]}")
         return list(actions)
 

@@ -6,8 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -23,8 +22,7 @@ EXPERT = "expert"
 SeededBy = Literal["step", "episode"]
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class Seat(NamedTuple):
     """One running episode, as the actor sees it."""
 
     slot: int
@@ -138,6 +136,7 @@ class PolicyActor:
         asked = {} if self.spec is None else self.spec.with_role("task")
         self._tasks_seen = {name: feature for name, feature in asked.items() if (feature.classes or 0) > 1}
         self.device = next((p.device for p in policy.parameters()), torch.device("cpu"))
+        self._is_here = self.device.type == "cpu"
         self.latencies_s: list[float] = []
         self._seeds_steps, self._is_new = seeded_by == "step", True
         self._blank: dict[str, Tensor] = {}
@@ -164,22 +163,34 @@ class PolicyActor:
 
     def act(self, seats: Sequence[Seat]) -> list[Array]:
         """Return the action of each running episode."""
-        groups = [[seat] for seat in seats] if self._exact else [list(seats)]
-        actions: list[Array] = []
-        for group in groups:
-            if self._seeds_steps or self._is_new:
-                seed_everything(group[0].key)
-                self._is_new = False
-            rows = [self.tensors(seat) for seat in group]
-            batch = {name: _batched([row[name] for row in rows]).to(self.device) for name in rows[0]}
-            began = time.perf_counter()
-            slots = {"slots": [seat.slot for seat in group]} if self._takes_slots else {}
-            chosen: Array = self._select(batch, **slots).cpu().numpy()
-            self.latencies_s.append(time.perf_counter() - began)
-            if chosen.dtype.kind == "f" and not np.isfinite(chosen).all():  # a sixth of what torch takes for it
-                raise NonFiniteError(f"{type(self.policy).__name__} chose an action that is not finite: {chosen[0]}")
-            actions.extend(chosen)
-        return actions
+        if self._exact:
+            return [self._choose((seat,))[0] for seat in seats]
+        return list(self._choose(seats))
+
+    def _choose(self, seats: Sequence[Seat]) -> Array:
+        """Ask the policy about some episodes at once."""
+        if self._seeds_steps or self._is_new:
+            seed_everything(seats[0].key)
+            self._is_new = False
+        batch = self._batch(seats)
+        began = time.perf_counter()
+        slots = {"slots": [seat.slot for seat in seats]} if self._takes_slots else {}
+        chosen: Array = self._select(batch, **slots).cpu().numpy()
+        self.latencies_s.append(time.perf_counter() - began)
+        if not is_finite(chosen):
+            raise NonFiniteError(f"{type(self.policy).__name__} chose an action that is not finite: {chosen[0]}")
+        return chosen
+
+    def _batch(self, seats: Sequence[Seat]) -> dict[str, Tensor]:
+        """Return a copy of what the policy looks at in each episode."""
+        if len(seats) == 1 and not self._blank and not self._tasks_seen:
+            wanted = None if self.spec is None else self.spec.features
+            seen = {name: value for name, value in seats[0].observation.items() if wanted is None or name in wanted}
+            if all(value.ndim == 1 for value in seen.values()):  # a third of what the way for all takes (1 of 3 us)
+                alone = {name: torch.from_numpy(value[None].copy()) for name, value in seen.items()}
+                return alone if self._is_here else {name: one.to(self.device) for name, one in alone.items()}
+        rows = [self.tensors(seat) for seat in seats]
+        return {name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]}
 
     def will_look(self, slot: int) -> bool:
         """Tell whether the policy needs the next pictures of a slot: in the midst of a chunk it does not look."""
@@ -215,9 +226,9 @@ class PolicyActor:
         return known[task]
 
 
-def _batched(rows: list[Tensor]) -> Tensor:
-    """Return a copy of the rows as a batch; a single vector in half the time that `torch.stack` takes (2 of 4 us)."""
-    return rows[0].clone().unsqueeze(0) if len(rows) == 1 and rows[0].dim() < 3 else torch.stack(rows)
+def is_finite(values: Array) -> bool:
+    """Tell whether all numbers are finite; of a few, in half the time that `all()` takes for it (0.8 of 2 us)."""
+    return values.dtype.kind != "f" or 0 not in np.isfinite(values).tobytes()
 
 
 class _Acting(AbstractContextManager[None]):

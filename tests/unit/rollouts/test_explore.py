@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -213,6 +214,50 @@ def test_alarms_of_others_still_ring_and_a_late_step_counts_in_any_thread() -> N
     thread.start()
     thread.join(timeout=60)
     assert len(caught) == 1
+
+
+def test_the_alarm_stays_set_between_steps_and_leaves_nothing_behind() -> None:
+    class Napping(PointReach):
+        nap_s = 0.0
+
+        def step(self, action: Any) -> Any:
+            time.sleep(self.nap_s)
+            return super().step(action)
+
+    def is_free() -> bool:
+        return signal.getsignal(signal.SIGALRM) == signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+    inner = Napping()
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    earlier = signal.setitimer(signal.ITIMER_REAL, 0.0)
+    try:
+        env = TimedEnvironment(inner, 1.0)
+        env.reset(0)
+        inner.nap_s = 0.6
+        for _ in range(3):  # it rings in the second and has time left
+            env.step(np.zeros(2))
+        assert not is_free()
+        time.sleep(1.2)
+        assert is_free()
+        inner.nap_s = 60.0
+        with pytest.raises(TimeoutError, match="longer than 1 s"):
+            env.step(np.zeros(2))
+        assert is_free()
+        inner.nap_s = 0.0
+        env.step(np.zeros(2))
+        assert not is_free()
+        env.close()
+        assert is_free()
+        killed = os.fork()
+        if not killed:
+            env.step(np.zeros(2))
+            signal.setitimer(signal.ITIMER_REAL, 0.01)  # of somebody who wants to be ended by it
+            time.sleep(60)
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(killed, 0)[1]) == signal.SIGALRM
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *earlier)
 
 
 @pytest.mark.parametrize(
