@@ -19,7 +19,7 @@ def test_every_row_has_a_valid_configuration(row: online.Row) -> None:
     values = row.values(7)
     config = ExperimentConfig(**values, data={"type": "lerobot", "params": {"root": "data"}})  # type: ignore[arg-type]
     assert config.training.training_steps == 7
-    if row.method in online.STARTS:
+    if row.method == "start":
         assert config.online is None
         return
     assert config.online is not None and config.online.env == row.env
@@ -66,14 +66,14 @@ def test_what_learns_without_the_expert_is_held_to_the_start_of_its_seed() -> No
         row = online.asdict(online.Row("push", method, seed))
         return {**row, "success": success, "interval": [0.0, high], "train_cpu_s": 120.0}
 
-    better = [found("self-start", 0, 0.14), found("self-imitation", 0, 0.21)]
+    better = [found("start", 0, 0.14), found("self-imitation", 0, 0.21)]
     assert online.missed(better) == []
-    worse = [found("self-start", 1, 0.14, high=0.21), found("self-imitation", 1, 0.21), found("self-imitation", 2, 0.9)]
+    worse = [found("start", 1, 0.14, high=0.21), found("self-imitation", 1, 0.21), found("self-imitation", 2, 0.9)]
     assert online.missed([*better, *worse]) == [
         "push, self-imitation, seed 1: 21.0% in 2.00 CPU minutes; asked for more than the start's 21.0% in 30",
         "push, self-imitation, seed 2: make the row of its start to compare it with",
     ]
-    assert online.missed([found("self-imitation", 2, 0.9)], [found("self-start", 2, 0.5)]) == []
+    assert online.missed([found("self-imitation", 2, 0.9)], [found("start", 2, 0.5)]) == []
 
 
 @pytest.mark.nightly
