@@ -83,12 +83,10 @@ def test_an_environment_without_a_notion_of_success_shows_its_reward(folder: Pat
 
 
 def test_a_file_may_be_the_plugin_and_the_policy(folder: Path) -> None:
-    (folder / "both.py").write_text(
-        "from pathlib import Path\nPath('times').open('a').write('once ')\ndef rest(observation):\n    return [0.0]\n"
-    )
+    # Run twice, it would register its parts twice; here the second folder of that name would be refused.
+    (folder / "both.py").write_text("import os\nos.mkdir('once')\ndef rest(observation):\n    return [0.0]\n")
     load_plugins(["both.py"])
     assert load_function(Path("both.py"), "rest")({}) == [0.0]
-    assert Path("times").read_text() == "once ", "run twice, it would register its parts twice"
 
 
 def test_a_function_is_evaluated_over_several_environments(folder: Path) -> None:
