@@ -157,7 +157,8 @@ def print_session(session: RobotSession) -> None:
         say(f"inference: {latency.count} chunks, p50 {p50:.2f} ms, p99 {p99:.2f} ms; budget {budget:.4g} ms a step")
     if session.recorder is not None and session.recorder.episodes:
         told = session.recorder
-        say(f"recorded: {told.root}, {told.episodes} episodes, {told.frames} frames")
+        episodes = "1 episode" if told.episodes == 1 else f"{told.episodes} episodes"
+        say(f"recorded: {told.root}, {episodes}, {told.frames} frames")
 
 
 def _row(number: int, tally: ControlTally) -> tuple[str, ...]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from etude.errors import ConfigError
+from etude.plugins import PLUGIN_FILES
 
 
 def find_policy(text: str, which: str = "auto") -> Any:
@@ -27,6 +31,16 @@ def load_function(file: Path, name: str) -> Any:
     """Return a function (or a class, made without arguments) of a Python file."""
     if not file.is_file():
         raise ConfigError(f"{file}: no such file; a policy of your own is given as file.py:function")
+    # A file that is a plugin too is one module: run a second time, it would register its parts twice.
+    loaded = PLUGIN_FILES.get(os.path.realpath(file))
+    module = _run_file(file) if loaded is None else sys.modules[loaded]
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"{file} has no function {name!r}")
+    return found() if isinstance(found, type) else found
+
+
+def _run_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"etude_script_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{file}: not a Python file")
@@ -35,10 +49,7 @@ def load_function(file: Path, name: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError(f"{file} has no function {name!r}")
-    return found() if isinstance(found, type) else found
+    return module
 
 
 def read_options(

@@ -16,7 +16,7 @@ from etude.reading import yaml12
 from etude.reading.compose import read_file
 from etude.reading.load import Loaded, load
 from etude.redteam.config import REDTEAM, RUN_SECTION, RedTeamConfig
-from etude.runs.durable import write_atomically
+from etude.runs.durable import require_place, write_atomically
 from etude.runs.progress import shown_metrics
 
 KEPT_CONFIG = "redteam.yaml"
@@ -92,6 +92,8 @@ def evaluate_auditor(
     config.check_models()
     from etude.redteam.evaluator import ASTEvaluator, compare
 
+    folder = output or Path(f"{auditor.rstrip('/')}-evaluation")
+    require_place(folder / "redteam.json")
     results = {}
     embedder: Any = "auto"
     for who, model in (("auditor", auditor), ("baseline", against or config.auditor)):
@@ -105,7 +107,6 @@ def evaluate_auditor(
         embedder = evaluator.embedder
     result, baseline = results["auditor"], results["baseline"]
     found = {**results, "comparison": compare(result, baseline)}
-    folder = output or Path(f"{auditor.rstrip('/')}-evaluation")
     ASTEvaluator.write_json(found, folder / "redteam.json")
     ASTEvaluator.write_html(result, folder / "redteam.html", baseline=baseline, title=f"Red-team report: {auditor}")
     if as_json:

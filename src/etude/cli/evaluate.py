@@ -48,12 +48,14 @@ def evaluate_source(
     options = read_options(settings, None, None)
     policy = find_policy(source, which)
     output = output or default_output(source)
+    from etude.runs.durable import require_place
     from etude.simulation.diagnosis import DiagnosisOptions
     from etude.simulation.evaluate import evaluate_policy
 
     if samples and not diagnose:
         raise ConfigError("--samples is part of the diagnosis; leave out --no-diagnose")
     stem = output / f"{plain_name(envs)}-{split}"
+    require_place(stem.with_name(f"{stem.name}.json"))
     total = episodes * len(envs)
     with _Showing(total, min(videos, total), stem, as_json=as_json) as showing:
         result = evaluate_policy(

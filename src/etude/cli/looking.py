@@ -83,6 +83,8 @@ def print_comparison(comparison: RunComparison) -> None:
             cost["duration"],
         ))  # fmt: skip
     print_table(("runs", "seeds", stick.title, "95 % interval", "steps", "duration"), rows, right=(1, 2, 4, 5))
+    if stick.note:
+        say(stick.note)
     for name in comparison.settings[:5]:
         values = dict.fromkeys(str(group.settings.get(name, "-")) for group in comparison.groups)
         say(f"differs: {name}: {', '.join(values)}")

@@ -392,7 +392,7 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except Exception as error:  # noqa: BLE001 - the last stop before the interpreter: secrets leave the traceback here
-        if isinstance(error, OSError) and error.errno in _NO_PLACE and error.filename is not None:
+        if isinstance(error, OSError) and error.filename is not None and _is_about_a_place(error):
             refused = no_place(error)
             _complain(f"error: {refused}")
             raise SystemExit(refused.exit_code) from None
@@ -405,6 +405,17 @@ def main() -> None:
         raise SystemExit(1) from None
     finally:
         gc.freeze()  # nor is the interpreter to search them all for garbage on its way out
+
+
+def _is_about_a_place(error: OSError) -> bool:
+    """Tell whether the system refused a place that was named to be written, and not a file that we miss."""
+    if error.errno in _NO_PLACE:
+        return True
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    # Folders under /proc and its like "do not exist" even while they are made.
+    return error.errno == errno.ENOENT and last is not None and last.tb_frame.f_code.co_name in ("mkdir", "makedirs")
 
 
 def _complain(message: str) -> None:

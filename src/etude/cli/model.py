@@ -34,9 +34,10 @@ def show(
 def show_model(file: Path, output: Path, *, as_json: bool = False) -> None:
     """Print a model and write its drawing."""
     from etude.cli.output import print_json, print_table, say
-    from etude.errors import ConfigError, EtudeError, no_place, one_line
+    from etude.errors import ConfigError, EtudeError, one_line
     from etude.policies.graph.build import build_model
     from etude.policies.graph.drawing import describe_model, draw
+    from etude.runs.durable import write_output
 
     try:
         built = build_model(file)
@@ -46,11 +47,7 @@ def show_model(file: Path, output: Path, *, as_json: bool = False) -> None:
         raise ConfigError(f"{one_line(error, 600)} ({type(error).__name__})") from error
     rows = describe_model(built)
     drawing = draw(rows, file.name)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(drawing, encoding="utf-8")
-    except OSError as error:
-        raise no_place(error, output) from None
+    write_output(output, drawing)
     total = sum(parameter.numel() for parameter in built.parameters())
     if as_json:
         print_json({"parameters": total, "drawing": str(output), "nodes": [row._asdict() for row in rows]})

@@ -47,12 +47,15 @@ def stress(source: str, asked: StressOptions) -> None:
     options = read_options(asked.settings, None, None)
     policy = find_policy(source, asked.which)
     from etude.redteam.robot.demonstrations import require_expert
+    from etude.redteam.robot.results import STRESS_FILE
     from etude.redteam.robot.stress import stress_policy
+    from etude.runs.durable import require_place
 
     if asked.to_dataset is not None:
         require_expert(asked.env, options)
     plain = asked.env.replace("/", "-").replace(":", "-")
     folder = asked.output or default_output(source).parent / "stress" / plain
+    require_place(folder / STRESS_FILE)
     with _CountingSearches(asked.episodes) as telling:
         result = stress_policy(
             policy, asked.env, folder, search=list(asked.search),  # type: ignore[arg-type]

@@ -56,8 +56,11 @@ def _view_episode(root: str, episode: int, output: Path | None, *, open_page: bo
 
 def _view_dataset(root: str, output: Path | None, *, open_page: bool, serve: bool, port: int) -> None:
     from etude.data.lerobot.view_page import why_too_large, write_view
+    from etude.runs.durable import require_place
 
     dataset = _read(root)
+    if output is not None:
+        require_place(output)
     found = dataset.survey(_progress("looking at {done} of {total} dimensions"))
     reason = "" if serve or output is not None else why_too_large(dataset)
     if reason:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler
+from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -54,10 +54,17 @@ def _from_key(value: Any) -> Any:
 AnyComponent = Annotated[Component, BeforeValidator(_from_key)]
 
 
+def _name_below(value: str) -> str:
+    # `group/a` is a folder in a folder; these parts lead out of the one that holds the runs.
+    if any(part in ("", ".", "..") for part in value.split("/")):
+        raise ValueError(f"{value!r} names no folder below run.root; choose another, or another run.root")
+    return value
+
+
 class RunConfig(Guarded):
     """Where a run is kept."""
 
-    name: str | None = Field(default=None, min_length=1)
+    name: Annotated[str, Field(min_length=1), AfterValidator(_name_below)] | None = None
     """Directory of the run under `root`; a run of that name goes on where it stopped. Null makes a
     new one, named after the file."""
     root: str = Field(default="runs", min_length=1)

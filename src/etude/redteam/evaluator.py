@@ -148,12 +148,10 @@ class ASTEvaluator:
     @staticmethod
     def write_json(result: Mapping[str, Any], path: str | Path) -> Path:
         """Write a result and return where it is."""
-        from etude.runs.durable import write_atomically
+        from etude.runs.durable import write_output
 
         path = as_path(path, "where the result goes")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
-        return path
+        return write_output(path, json.dumps(result, indent=2, allow_nan=False) + "\n")
 
     @staticmethod
     def write_html(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.runs.durable import write_atomically
+from etude.runs.durable import write_output
 from etude.runs.page import format_interval, format_number, format_percent, render
 from etude.runs.transcripts import MOST_PROMPTS, Row, render_transcripts, sound_row, visible
 from etude.secrets import redact
@@ -27,9 +27,7 @@ def write_page(
     result: Mapping[str, Any], path: Path, *, baseline: Mapping[str, Any] | None = None, title: str = "Red-team report"
 ) -> Path:
     """Write the page and return where it is."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, render_page(result, baseline, title).encode())
-    return path
+    return write_output(path, render_page(result, baseline, title))
 
 
 def render_page(result: Mapping[str, Any], baseline: Mapping[str, Any] | None, title: str) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 from etude.errors import ConfigError
 from etude.reading.plain import show_value
 from etude.runs.charts import COLOURS, MOST_BUCKETS, plan_chart
-from etude.runs.durable import write_atomically
+from etude.runs.durable import write_output
 from etude.runs.groups import Member, RunGroup, differing_settings, read_groups
-from etude.runs.leading import is_quiet, lead, prefers_large
+from etude.runs.leading import is_loss, is_quiet, lead, prefers_large
 from etude.runs.page import format_interval, format_number, format_percent, render
 from etude.runs.progress import format_duration
 from etude.runs.report import duration_s
@@ -31,6 +31,10 @@ FEWEST_SEEDS = 3
 MOST_CHARTS, MOST_SETTINGS, LONGEST_VALUE = 12, 20, 60
 POINTS_OF_A_CHART = 6000
 """Points that all curves of a chart share, so that a page of a hundred runs opens at once."""
+OTHER_LOSSES = (
+    "These runs minimise different losses, which cannot be ranked against each other; success or reward in one "
+    "environment can (`etude evaluate`)."
+)
 LAST_SHARE = 0.1
 """What counts of a curve of training is the mean of its last tenth: single points are noise."""
 
@@ -45,6 +49,8 @@ class Yardstick:
     large: bool | None
     """Whether more is better; None if that is not known."""
     is_share: bool = False
+    note: str = ""
+    """What else to know of it."""
 
     def write(self, value: float) -> str:
         """Write a score for people."""
@@ -112,7 +118,8 @@ def compare_runs(paths: Sequence[Path], metric: str | None = None) -> RunCompari
     """
     groups = read_groups(paths)
     members = [member for group in groups for member in group.members]
-    yardstick, score = _choose_yardstick(members, metric)
+    alike = all(group.objective == groups[0].objective for group in groups)
+    yardstick, score = _choose_yardstick(members, metric, alike)
     standings: list[Standing] = []
     for group in groups:
         found = {str(member.path): row for member in group.members if (row := score(member)) is not None}
@@ -131,8 +138,14 @@ def compare_runs(paths: Sequence[Path], metric: str | None = None) -> RunCompari
 Score = Callable[[Member], tuple[float, ...] | None]
 
 
-def _choose_yardstick(members: Sequence[Member], metric: str | None) -> tuple[Yardstick, Score]:
-    """Return what to compare by, and how a run's scores are found: an evaluation that all have, or a metric."""
+def _choose_yardstick(members: Sequence[Member], metric: str | None, alike: bool) -> tuple[Yardstick, Score]:
+    """Return what to compare by, and how a run's scores are found: an evaluation that all have, or a metric.
+
+    Args:
+        members: All runs.
+        metric: What was asked for.
+        alike: Whether all of them minimise the same loss.
+    """
     evaluated = {_evaluation_of(member) for member in members}
     if metric is None and len(evaluated) == 1 and (which := evaluated.pop()) is not None:
         title, split, *tasks = which
@@ -141,13 +154,14 @@ def _choose_yardstick(members: Sequence[Member], metric: str | None) -> tuple[Ya
             how = f"Found by `etude evaluate` in {tasks[0]} on the {split} split."
         stick = Yardstick(title, how, True, title == "success")
         return stick, lambda member: tuple(one.value for one in member.facts.evaluations[0].tasks)
-    name = metric or _common_metric(members)
+    name = metric or _common_metric(members, alike)
     known = sorted({known for member in members for known in member.facts.series})
     if name not in known:
         raise ConfigError(f"no run has the metric {name!r}; there are {', '.join(known) or 'none'}")
     training = members[0].facts.training
     how = "The last value of each run." if name.startswith("eval/") else "The mean over the last tenth of each run."
-    return Yardstick(name, how, prefers_large(name, training)), lambda member: _last_value(member, name)
+    note = OTHER_LOSSES if is_loss(name) and not alike else ""
+    return Yardstick(name, how, prefers_large(name, training), note=note), lambda member: _last_value(member, name)
 
 
 def _evaluation_of(member: Member) -> tuple[str, ...] | None:
@@ -159,13 +173,15 @@ def _evaluation_of(member: Member) -> tuple[str, ...] | None:
     return (titles.pop(), one.split, *(task.name for task in one.tasks)) if len(titles) == 1 else None
 
 
-def _common_metric(members: Sequence[Member]) -> str:
+def _common_metric(members: Sequence[Member], alike: bool) -> str:
     counts = Counter(name for member in members for name in member.facts.series if not is_quiet(name))
     if not counts:
         raise ConfigError("none of the runs has logged a metric yet")
     most = max(counts.values())
     chosen = {member.facts.training.get("best_metric") for member in members}
     shared = sorted(name for name, count in counts.items() if count == most)
+    if not alike:  # a loss only if nothing else tells better from worse
+        shared = [name for name in shared if not is_loss(name) and prefers_large(name) is not None] or shared
     return lead(shared, chosen.pop() if len(chosen) == 1 else None)[0]
 
 
@@ -190,6 +206,8 @@ def _against(standing: Standing, first: Standing, yardstick: Yardstick) -> Stand
     ours, theirs = standing.scores_RT, first.scores_RT
     if standing.score is None or first.score is None:
         return _judged(standing, None, None, "no score to compare", False)
+    if is_loss(yardstick.title) and standing.group.objective != first.group.objective:
+        return _judged(standing, None, None, _other_loss(standing.group, first.group), False)
     fewest = min(len(ours), len(theirs))
     if len(ours) == len(theirs) == 1:
         apart = standing.score - first.score
@@ -213,6 +231,14 @@ def _against(standing: Standing, first: Standing, yardstick: Yardstick) -> Stand
     return _judged(standing, apart, ends, which + note, True, chance)
 
 
+def _other_loss(group: RunGroup, first: RunGroup) -> str:
+    """Say in which setting the losses of two groups differ."""
+    ours, theirs = group.objective, first.objective
+    name = next(name for name in (*theirs, *ours) if ours.get(name) != theirs.get(name))
+    values = [_setting(one, name) if name in one else "nothing" for one in (ours, theirs)]
+    return f"not ranked: another loss ({name} is {values[0]}, not {values[1]})"
+
+
 def _chance_to_beat(ours: Scores, theirs: Scores, large: bool | None) -> float | None:
     if large is None:
         return None
@@ -230,9 +256,7 @@ def _judged(
 
 def write_comparison(comparison: RunComparison, output: Path) -> Path:
     """Write a comparison as one self-contained page, and return its path."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(output, render_comparison(comparison).encode())
-    return output
+    return write_output(output, render_comparison(comparison))
 
 
 def render_comparison(comparison: RunComparison, **page: Any) -> str:
@@ -242,7 +266,7 @@ def render_comparison(comparison: RunComparison, **page: Any) -> str:
     return render(
         "runs/compare.html",
         comparison=comparison,
-        facts=[f"{sum(len(group.members) for group in groups)} runs in {len(groups)} groups"],
+        facts=[f"{sum(len(group.members) for group in groups)} runs in {_counted(len(groups), 'group')}"],
         colours=COLOURS,
         charts=_plan_charts(comparison),
         settings=[(group, [_setting(group.settings, name) for name in shown]) for group in groups],
@@ -255,6 +279,10 @@ def render_comparison(comparison: RunComparison, **page: Any) -> str:
         ],
         **page,
     )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _plan_charts(comparison: RunComparison) -> list[dict[str, Any]]:

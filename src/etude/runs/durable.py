@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import xxhash
+
+from etude.errors import ConfigError, no_place, one_line
 
 # Hashes and os.write release the GIL once per chunk: large chunks leave the training thread alone, and 4 MiB still
 # fit a cache, so that the bytes just hashed need not come from memory again to be written.
@@ -129,6 +132,43 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
         temp.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def write_output(path: Path, content: str | bytes) -> Path:
+    """Write a file where a user wants it, folders included, and return the path; a refusal is one sentence.
+
+    What is there and is no file (`/dev/stdout`, a pipe) is written to, not replaced.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            with path.open("wb") as stream:
+                stream.write(data)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, data)
+    except OSError as error:
+        raise _refused(error, path) from None
+    return path
+
+
+def require_place(path: Path) -> None:
+    """Make the folder of a file that is to be written; refuse a place that takes none before work is done for it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not path.exists():
+            temp = path.parent / temp_name(path.name)
+            temp.touch()
+            temp.unlink()
+    except OSError as error:
+        raise _refused(error, path) from None
+
+
+def _refused(error: OSError, path: Path) -> ConfigError:
+    # By the name that was given: that of a file written aside tells nobody anything.
+    return no_place(OSError(error.errno, error.strerror or one_line(error)), path)
 
 
 def fsync_directory(directory: Path) -> None:

@@ -14,6 +14,11 @@ from etude.runs.charts import Series, smoothed_if_rough
 from etude.runs.page import spread
 from etude.runs.report import Facts, read_facts
 
+OBJECTIVE = (
+    "policy.type", "policy.params.loss", "policy.params.kl_weight", "policy.params.prediction_type",
+    "algorithm", "loss", "trainer",
+)  # fmt: skip
+"""Settings that say what a run minimises; those of an algorithm, a loss or a trainer count with all below them."""
 IGNORED = ("run", "name", "description", "loggers")
 """Sections that say where a run is kept, and not what it is."""
 GRID_POINTS = 200
@@ -41,6 +46,15 @@ class RunGroup:
     settings: Mapping[str, Any]
     """Every setting by its dotted name, without seeds."""
     colour: int = 0
+
+    @property
+    def objective(self) -> dict[str, Any]:
+        """What the runs minimise, as far as the configuration tells: losses are alike where this is."""
+        return {
+            name: value
+            for name, value in self.settings.items()
+            if value is not None and any(name == part or name.startswith(f"{part}.") for part in OBJECTIVE)
+        }
 
     def curve(self, name: str) -> Series | None:
         """Return a metric over the steps: of several runs the mean, with a band from the least to the greatest."""

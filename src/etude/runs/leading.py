@@ -52,6 +52,11 @@ def _leaf(name: str) -> str:
     return name.rpartition("/")[2]
 
 
+def is_loss(name: str) -> bool:
+    """Tell whether a metric is what training minimises, or a part of that."""
+    return _leaf(name).endswith("loss")
+
+
 def prefers_large(name: str, training: Mapping[str, Any] | None = None) -> bool | None:
     """Tell whether more of a metric is better, None if that is not known; `training` may rank checkpoints by it."""
     training = training or {}

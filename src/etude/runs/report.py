@@ -16,7 +16,7 @@ from typing import Any
 from etude.errors import EtudeError
 from etude.runs.charts import Series, plan_chart
 from etude.runs.directory import Run, sound_status
-from etude.runs.durable import write_atomically
+from etude.runs.durable import write_output
 from etude.runs.evaluations import Evaluation, read_evaluations
 from etude.runs.leading import find_best, is_quiet, lead
 from etude.runs.manifest import read_manifest
@@ -73,10 +73,7 @@ def write_report(run_dir: Path, output: Path | None = None, *, extra_sections: S
         raise EtudeError(f"{run_dir}: no such run directory; `etude runs` lists the runs there are")
     facts = read_facts(run_dir)
     page = render_page(facts, [*transcript_sections(run_dir), *extra_sections])
-    target = Path(output) if output is not None else run_dir / "report.html"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, page.encode())
-    return target
+    return write_output(Path(output) if output is not None else run_dir / "report.html", page)
 
 
 def read_facts(run_dir: Path) -> Facts:

@@ -21,6 +21,8 @@ KEPT_S = 10.0
 """How long a page is kept while no file of its runs changes: durations of running ones grow."""
 TILES, CHARTS = 4, 3
 """What is shown of each run where there are several."""
+PROGRESS = ("Steps", "Duration")
+"""Tiles that say how far a run has come."""
 _FILES = ("status.json", "metrics.jsonl", "transcripts.jsonl", "config.yaml", "checkpoints", "evaluation")
 
 
@@ -83,9 +85,16 @@ def _name(runs: Sequence[Path]) -> dict[str, Path]:
 def _glance(name: str, facts: Facts) -> dict[str, Any]:
     charts = [chart for title, members in plan_charts(facts).items() if title in LEARNING for chart in members]
     return {
-        "name": redact(name), "state": facts.state, "tiles": plan_tiles(facts)[:TILES], "charts": charts[:CHARTS],
+        "name": redact(name), "state": facts.state, "tiles": _glance_tiles(facts), "charts": charts[:CHARTS],
         "address": f"/run/{quote(name, safe='')}", "error": facts.status.get("error", ""),
     }  # fmt: skip
+
+
+def _glance_tiles(facts: Facts) -> list[tuple[str, str, str]]:
+    """Return a few tiles: what matters, and always how far the run has come."""
+    tiles = plan_tiles(facts)
+    progress = [tile for tile in tiles if tile[0] in PROGRESS]
+    return [tile for tile in tiles if tile not in progress][: TILES - len(progress)] + progress
 
 
 def _count(shown: Sequence[dict[str, Any]]) -> str:

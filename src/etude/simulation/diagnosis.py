@@ -86,7 +86,7 @@ class Diagnosis:
         """Write the file; nothing in it is a pickle."""
         from safetensors.numpy import save
 
-        from etude.runs.durable import write_atomically
+        from etude.runs.durable import write_output
 
         tensors: dict[str, Array] = {}
         described = []
@@ -100,9 +100,7 @@ class Diagnosis:
                         tensors[f"{place}.{episode}.{name}"] = values
             described.append(_describe(one, kept))
         content = json.dumps({"version": _VERSION, "environments": described})
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, save(tensors, {_KEY: content}))
-        return path
+        return write_output(path, save(tensors, {_KEY: content}))
 
 
 def read_diagnosis(path: Path) -> Diagnosis | None:

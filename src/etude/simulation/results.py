@@ -224,8 +224,7 @@ def film_name(row: EpisodeRow) -> str:
 
 def _written(text: str, path: Path | None) -> str:
     if path is not None:
-        from etude.runs.durable import write_atomically
+        from etude.runs.durable import write_output
 
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text.encode())
+        write_output(path, text)
     return text

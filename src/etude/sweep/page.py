@@ -9,7 +9,7 @@ from typing import Any
 
 from etude.runs.charts import Dot, Series, plan_chart, plan_scatter, tame_limit
 from etude.runs.directory import Run
-from etude.runs.durable import write_atomically
+from etude.runs.durable import write_output
 from etude.runs.metrics import read_metrics
 from etude.runs.page import format_number, render, spread
 from etude.runs.progress import format_duration
@@ -40,10 +40,9 @@ def write_page(
         about: How it searches, in a line.
         importances: The share of each parameter; None says that it is told at the end.
     """
-    path = folder / PAGE
     shares = None if importances is None else {redact(key): share for key, share in importances.items()}
-    write_atomically(path, _render(folder, study, redact(name), trials, command_again, redact(about), shares).encode())
-    return path
+    page = _render(folder, study, redact(name), trials, command_again, redact(about), shares)
+    return write_output(folder / PAGE, page)
 
 
 def _render(

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from etude.cli.acting import load_function
 from etude.cli.main import app
 from etude.errors import ConfigError, EtudeError
 from etude.policies.mlp import MLP
+from etude.registry import load_plugins
 from etude.simulation.evaluate import evaluate_policy
 from tests.unit.simulation.conftest import OPTIONS, PENDULUM, build
 
@@ -78,6 +80,13 @@ def test_an_environment_without_a_notion_of_success_shows_its_reward(folder: Pat
         "%" not in result.output.replace("95 % interval", "").replace("99 %", "") and "succeeded" not in result.output
     )
     assert "mean reward -" in result.output
+
+
+def test_a_file_may_be_the_plugin_and_the_policy(folder: Path) -> None:
+    # Run twice, it would register its parts twice; here the second folder of that name would be refused.
+    (folder / "both.py").write_text("import os\nos.mkdir('once')\ndef rest(observation):\n    return [0.0]\n")
+    load_plugins(["both.py"])
+    assert load_function(Path("both.py"), "rest")({}) == [0.0]
 
 
 def test_a_function_is_evaluated_over_several_environments(folder: Path) -> None:

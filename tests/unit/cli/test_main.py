@@ -175,6 +175,10 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
         ["train", "x.yaml", "run.root=/proc/nowhere"],
         ["report", "a", "-o", "file/page.html"],
         ["report", "a", "-o", "runs"],
+        ["report", "a", "-o", "/proc/nowhere.html"],
+        ["compare", "a", "b", "-o", "/proc/nowhere.html"],
+        ["evaluate", "x.py:act", "--env", "gym:Pendulum-v1", "-o", "/proc/nowhere"],
+        ["record", "--env", "metaworld/reach", "--episodes", "1", "--root", "/proc/nowhere"],
         ["new", "trainer", "some_trainer", "--dir", "file/x"],
     ],
 )
@@ -183,8 +187,11 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
 ) -> None:
     (tmp_path / "file").write_text("in the way of a folder")
     (tmp_path / "x.yaml").write_text("policy: mlp\ndata: digits\ntraining: {training_steps: 1}\nloggers: []\n")
-    (tmp_path / "runs/a").mkdir(parents=True)
-    (tmp_path / "runs/a/status.json").write_text('{"state": "finished", "step": 1}')
+    (tmp_path / "x.py").write_text("def act(observation):\n    return [0.0]\n")
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "status.json").write_text('{"state": "finished", "step": 1}')
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
     done = run_forked(main, cwd=tmp_path, env=child_env, arguments=["etude", *arguments])
     assert done.returncode == 2
     assert re.fullmatch(

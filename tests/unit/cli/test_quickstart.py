@@ -81,6 +81,8 @@ def test_a_recipe_is_the_shipped_presets_with_ones_own_data_seed_and_length(poli
 def test_unknown_tasks_and_policies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'pick-place'"):
         run_quickstart("pick-plac", "act", tmp_path, **SMALL)
+    with pytest.raises(ConfigError, match=r"no task 'bad/\.\./reach'"):
+        run_quickstart("bad/../reach", "act", None, **SMALL)
     with pytest.raises(ConfigError, match="act, mlp, diffusion, flow"):
         run_quickstart("reach", "pixie", tmp_path, **SMALL)
 

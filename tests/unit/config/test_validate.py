@@ -52,6 +52,8 @@ Config = Callable[..., Loaded]
         ("training: {optimizer: plain_sgd, optimizer_params: {betas: [1, 2]}}", "optimizer_params.betas: unknown key"),
         ("training: [1]", "training: expected a mapping, got [1]"),
         ("run: {root: ''}", "run.root: must not be empty"),
+        ("run: {name: bad/../x}", "run.name: 'bad/../x' names no folder below run.root"),
+        ("run: {name: /tmp/x}", "run.name: '/tmp/x' names no folder below run.root"),
         ("run: {name: 3}", "run.name: expected text, got 3"),
         ("schema_version: 2", "schema_version: version 2 is newer than this etude reads (1); upgrade etude"),
         ("schema_version: '1'", "schema_version: expected 1, got '1'"),

@@ -119,6 +119,30 @@ def test_success_in_simulation_leads_where_all_runs_have_it(folder: Path) -> Non
     assert compare_runs(find_runs(["a", "d"])).yardstick.title == "eval/loss", "other environments do not compare"
 
 
+def test_losses_of_other_policies_and_algorithms_are_not_ranked(folder: Path) -> None:
+    for seed in range(3):
+        make_run(f"act-{seed}", seed, policy={"type": "act"})
+        make_run(f"wide-{seed}", seed, policy={"type": "act"}, lr=1e-2, end=0.1)
+        make_run(f"mlp-{seed}", seed, end=0.1)
+        make_run(f"own-{seed}", seed, end=0.1, policy={"type": "act"}, algorithm={"type": "bc", "params": {"a": 1}})
+    result = runner.invoke(app, ["compare", "act-*", "wide-*", "mlp-*", "own-*"])
+    assert result.exit_code == 0, result.exception
+    lines = result.stdout.splitlines()
+    assert next(line for line in lines if line.startswith("wide against act: ")).endswith(", better"), "of one kind"
+    assert "mlp against act: not ranked: another loss (policy.type is mlp, not act)" in lines
+    assert "own against act: not ranked: another loss (algorithm.type is bc, not nothing)" in lines
+    assert sum("minimise different losses" in line for line in lines) == 1
+    text = " ".join(Page(Path("runs/compare.html").read_text()).text)
+    assert "minimise different losses" in text and "of which less is better" not in text
+    for name in ("act-0", "mlp-0"):
+        with Run(Path("runs") / name).metrics() as metrics:
+            metrics.write(900, {"eval/accuracy": 0.5, "train/kl": 0.1})
+    found = compare_runs(find_runs(["act-0", "mlp-0"]))
+    assert (found.yardstick.title, found.yardstick.note) == ("eval/accuracy", ""), "what can be ranked goes first"
+    asked = compare_runs(find_runs(["act-0", "mlp-0"]), "train/loss")
+    assert asked.standings[1].verdict.startswith("not ranked: another loss"), "nor where it is asked for"
+
+
 def test_few_seeds_are_not_judged(folder: Path) -> None:
     for seed in range(2):
         make_run(f"base-{seed}", seed)

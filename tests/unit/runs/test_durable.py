@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.errors import ConfigError
 from etude.runs import durable
 
 
@@ -31,6 +32,35 @@ def test_a_failed_atomic_write_leaves_the_old_content(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory"):
         durable.write_atomically(tmp_path / "taken", b"new")
     assert os.listdir(tmp_path) == ["taken"]
+
+
+@pytest.mark.parametrize("place", ["/proc/x.html", "/proc/x/y.html", "file/x.html", "taken", "/dev/full"])
+def test_an_output_that_cannot_be_written_is_named_as_it_was_given(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("taken").mkdir()
+    Path("file").touch()
+    with pytest.raises(ConfigError, match=rf"^cannot use {place}: [^\n]+; make it writable, or name another place$"):
+        durable.write_output(Path(place), "page")
+    if place != "/dev/full":  # which takes files, but no byte
+        with pytest.raises(ConfigError, match=rf"^cannot use {place}: "):
+            durable.require_place(Path(place))
+    assert sorted(os.listdir()) == ["file", "taken"]
+
+
+def test_an_output_makes_its_folders_and_writes_to_a_pipe_instead_of_replacing_it(tmp_path: Path) -> None:
+    durable.require_place(tmp_path / "new/page.html")
+    assert os.listdir(tmp_path / "new") == []
+    assert durable.write_output(tmp_path / "newer/page.html", "pagé").read_text() == "pagé"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        durable.write_output(pipe, b"page")
+        assert os.read(reader, 100) == b"page"
+    finally:
+        os.close(reader)
 
 
 def test_hashes_do_not_depend_on_how_the_content_is_cut(tmp_path: Path) -> None:

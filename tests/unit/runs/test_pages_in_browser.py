@@ -76,6 +76,19 @@ def test_a_report_is_whole_on_a_phone_and_in_the_dark(browser: Browser, tmp_path
     assert browser.complaints() == []
 
 
+def test_labels_of_axes_can_be_read_at_every_width(browser: Browser, tmp_path: Path) -> None:
+    browser.open(write_run_report(make_run(tmp_path / "run").dir).as_uri())
+    for width in (1280, 768, 390, 320):
+        browser.resize(width, 900)
+        sizes = browser.run("""return [...document.querySelectorAll(".chart.wide g.linear .grid text")].map(one =>
+            parseFloat(getComputedStyle(one).fontSize) * one.ownerSVGElement.getBoundingClientRect().width / 560)""")
+        assert len(sizes) > 10 and min(sizes) > 8.5, (width, min(sizes))
+        beyond = """return [...document.querySelectorAll(".chart.wide g.linear .grid text")].filter(one => {
+            const text = one.getBoundingClientRect(), card = one.closest("figure").getBoundingClientRect();
+            return text.left < card.left - 1 || text.right > card.right + 1 }).length"""
+        assert browser.run(beyond) == 0, "labels stay in their card"
+
+
 def test_why_episodes_failed_is_whole_on_a_phone(browser: Browser, tmp_path: Path) -> None:
     result = made_up_result(env=EVIL)
     film = tmp_path / "evaluation/videos" / film_name(result.rows[1])

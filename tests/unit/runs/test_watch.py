@@ -73,6 +73,17 @@ def test_several_runs_are_side_by_side_and_each_has_its_report(
     assert code == 200 and "second run against" not in comparison and "Comparison of runs" in comparison
 
 
+def test_how_far_a_run_has_come_is_seen_beside_whatever_it_measures(
+    served: ServedPages, runs: list[Path], tmp_path: Path
+) -> None:
+    runs.append(make_run(tmp_path / "second").dir)
+    for run in runs:
+        with Run(run).metrics() as metrics:
+            metrics.write(30, {f"{part}/{name}": 0.5 for part in ("train", "eval") for name in ("accuracy", "error")})
+    text = " ".join(Page(read(served, "/")[1]).text)
+    assert text.count("Steps") == text.count("Duration") == 2 and text.count("eval/loss") == 2
+
+
 def test_runs_of_one_name_in_two_folders_each_have_their_report(
     served: ServedPages, runs: list[Path], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from etude.data.lerobot.layout import BOOKKEEPING
 from etude.data.lerobot.reader import LeRobotDataset
 from etude.errors import DataError, MissingExtraError
 from etude.runs.charts import Series, plan_chart
-from etude.runs.durable import write_atomically
+from etude.runs.durable import write_output
 from etude.runs.page import render
 
 PICTURES = 12
@@ -23,9 +23,7 @@ _LINES_PER_CHART = 6  # as many as there are colours
 
 def write_page(dataset: LeRobotDataset, episode: int, output: Path) -> Path:
     """Write the page of one episode and return where it is."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(output, render_page(dataset, episode).encode())
-    return output
+    return write_output(output, render_page(dataset, episode))
 
 
 def render_page(dataset: LeRobotDataset, episode: int) -> str:

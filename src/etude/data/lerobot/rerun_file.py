@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from etude.data.lerobot.video import cut_video
 from etude.data.lerobot.viewed import ViewedDataset
 from etude.errors import DataError, MissingExtraError
-from etude.runs.durable import in_use, temp_name
+from etude.runs.durable import in_use, require_place, temp_name
 
 Array = NDArray[Any]
 
@@ -45,7 +45,7 @@ def write_rerun(
     chosen = list(range(len(dataset))) if episodes is None else list(episodes)
     if wrong := [number for number in chosen if not 0 <= number < len(dataset)]:
         raise DataError(f"{dataset.root}: there is no episode {wrong[0]}; there are 0 to {len(dataset) - 1}")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    require_place(target)
     with in_use(target.parent / temp_name(target.name)) as temp:
         stream = rerun.RecordingStream("etude-data", recording_id=f"{dataset.name}-{len(chosen)}-{chosen[0]}")
         stream.save(temp)

@@ -21,7 +21,7 @@ from etude.data.lerobot.view_parts import (
 )
 from etude.data.lerobot.viewed import ViewedDataset
 from etude.errors import DataError
-from etude.runs.durable import write_atomically
+from etude.runs.durable import write_output
 from etude.runs.page import format_number, render, scripts, spread, styles
 
 MOST_EPISODES: Final = 400
@@ -122,9 +122,7 @@ def write_view(
 ) -> str:
     """Write a dataset as one file, and return in words what was left out; nothing if all is there."""
     shown, note = _gather(dataset, survey, advance)
-    page = render_view(dataset, survey, episodes=shown, note=note)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(output, page.encode())
+    write_output(output, render_view(dataset, survey, episodes=shown, note=note))
     return note
 
 

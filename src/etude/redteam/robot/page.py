@@ -11,7 +11,7 @@ import numpy as np
 from etude.redteam.robot.disturbances import DISTINCT, PLAUSIBLE
 from etude.redteam.robot.results import RANDOM, StressEpisode, StressResult
 from etude.runs.charts import Series, plan_chart
-from etude.runs.durable import write_atomically
+from etude.runs.durable import write_output
 from etude.runs.page import format_number, format_percent, render
 from etude.secrets import redact
 from etude.simulation.failure_page import MAP, MARK_PATHS, Axes, MapScale, choose_axes
@@ -26,9 +26,7 @@ _MARKS = {"succeeded": ("circle", 2), "failed": ("cross", 1), "failed, by chance
 
 def write_page(result: StressResult, folder: Path) -> Path:
     """Write the page into a folder, and return where it is."""
-    path = folder / PAGE
-    write_atomically(path, render_page(result).encode())
-    return path
+    return write_output(folder / PAGE, render_page(result))
 
 
 def render_page(result: StressResult) -> str:

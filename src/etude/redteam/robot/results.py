@@ -13,7 +13,7 @@ import numpy as np
 from etude.errors import DataError
 from etude.redteam.robot.disturbances import DisturbanceSpace
 from etude.redteam.robot.search import Tried, search_reward
-from etude.runs.durable import write_atomically
+from etude.runs.durable import write_output
 from etude.simulation.environments.base import Array
 from etude.simulation.results import EpisodeRow, wilson_interval
 
@@ -153,10 +153,7 @@ class StressResult:
 
     def write(self, folder: Path) -> Path:
         """Write the file, in one step."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / STRESS_FILE
-        write_atomically(path, (json.dumps(self.to_dict()) + "\n").encode())
-        return path
+        return write_output(folder / STRESS_FILE, json.dumps(self.to_dict()) + "\n")
 
 
 def read_stress(folder: Path) -> StressResult:

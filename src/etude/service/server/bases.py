@@ -126,6 +126,8 @@ def _source_of(given: str) -> tuple[str, ModelSource, str | None]:
     name, _, what = given.rpartition("=")
     if Path(given).expanduser().is_dir():
         name, what = "", given
+    elif "=" in given and not (name.strip() and what.strip()):
+        raise ConfigError(f"{given!r} offers no model: write NAME=MODEL, or MODEL alone")
     if what in EMBEDDED:
         return name or what, ModelSource(tiny=Tiny()) if what == "tiny" else ModelSource(what), None
     path = Path(what).expanduser()

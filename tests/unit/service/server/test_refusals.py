@@ -12,6 +12,7 @@ import pytest
 
 from etude.errors import ConfigError
 from etude.service.server.access import Keys
+from etude.service.server.bases import Bases
 from etude.service.server.codec import message_of_json
 from tests.served import KEY, Served
 
@@ -19,6 +20,12 @@ pytest.importorskip("peft")
 pytest.importorskip("fastapi")
 
 OTHER = "tml-another-key-for-tests"
+
+
+@pytest.mark.parametrize("given", ["=tiny", " =tiny", "tiny=", "="])
+def test_a_model_without_a_name_or_a_name_without_a_model_is_not_offered(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"^'{given}' offers no model: write NAME=MODEL, or MODEL alone$"):
+        Bases([given])
 
 
 @pytest.fixture(scope="module")
