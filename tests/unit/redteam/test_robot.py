@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,13 @@ from etude.errors import ConfigError, DataError
 from etude.redteam.robot import DisturbanceSpace, DisturbedEnvironment, make_space, read_stress, stress_policy
 from etude.redteam.robot.demonstrations import record_failures
 from etude.redteam.robot.environment import shift_picture
+from etude.redteam.robot.model import FailureModel, relevance
 from etude.redteam.robot.page import render_page
 from etude.redteam.robot.results import StressResult
+from etude.redteam.robot.search import Tried, propose_by_chance, propose_cross_entropy
 from etude.redteam.robot.stress import prepare_stage
 from etude.registry import ENVIRONMENT_REGISTRY
+from etude.simulation.environments.base import CanLookAway, Environment, HasExpert, HasScene
 from etude.simulation.evaluate import evaluate_policy
 from etude.types.names import ACTION, STATE
 from tests.unit.redteam.narrow_gate import NarrowGate, lazy
@@ -44,9 +49,63 @@ def test_cross_entropy_finds_three_times_as_many_distinct_failures_as_chance(tmp
     by_chance, found = result.tally("random"), result.tally("cross_entropy")
     assert 0.04 < by_chance.failures / 200 < 0.2, "the policy succeeds about nine times in ten"
     assert found.distinct >= 3 * by_chance.distinct
+    for distance in (0.75, 1.0):
+        ours, chance = (
+            len(result.space.distinct(np.array([one.vector for one in result.failures(name)]), distance))
+            for name in ("cross_entropy", "random")
+        )
+        assert ours >= 3 * chance, "other kinds, and not more of a kind"
     assert all(one.plausibility >= 0.01 for one in result.searches["cross_entropy"]), "nothing far-fetched"
     kept = read_stress(tmp_path)
     assert kept.searches == result.searches and kept.settings == result.settings
+
+
+def try_out(vectors: Any) -> Tried:
+    """Fail where the first push goes up by more than a deviation."""
+    return Tried(vectors, vectors[:, SPACE.names.index("push 1 up")] > 1.0)
+
+
+def test_a_round_is_distinct_plausible_and_follows_from_the_rounds_before() -> None:
+    tried = try_out(propose_by_chance(SPACE, 0, 0, 60))
+    found = propose_cross_entropy(SPACE, 0, 6, 10, tried)
+    assert np.array_equal(found, propose_cross_entropy(SPACE, 0, 6, 10, tried))
+    assert not np.array_equal(found, propose_cross_entropy(SPACE, 1, 6, 10, tried))
+    assert (SPACE.plausibility(found) >= 0.01).all()
+    known = [*tried.vectors_ND[tried.failed_N], *found]
+    assert SPACE.distinct(np.stack(known)) == list(range(len(known)))
+    nothing = Tried(tried.vectors_ND[~tried.failed_N], np.zeros(int((~tried.failed_N).sum()), bool))
+    assert propose_cross_entropy(SPACE, 0, 6, 10, nothing).shape == (10, len(SPACE.names)), "chance, until one fails"
+
+
+def test_one_failure_is_enough_to_look_around() -> None:
+    tried = try_out(propose_by_chance(SPACE, 0, 0, 60))
+    first = int(np.flatnonzero(tried.failed_N)[0])
+    keep = np.append(np.flatnonzero(~tried.failed_N), first)
+    found = propose_cross_entropy(SPACE, 0, 1, 40, Tried(tried.vectors_ND[keep], tried.failed_N[keep]))
+    assert try_out(found).failed_N.mean() > 2 * tried.failed_N.mean()
+
+
+def test_the_model_knows_which_numbers_matter_and_is_in_doubt_where_nothing_was_tried() -> None:
+    tried = try_out(propose_by_chance(SPACE, 0, 0, 200))
+    white, place = SPACE.whiten(tried.vectors_ND), SPACE.names.index("push 1 up")
+    model = FailureModel(white, tried.failed_N)
+    assert int(model.scale_D.argmax()) == place and relevance(white[tried.failed_N])[place] > 0.9
+    asked = np.zeros((3, len(SPACE.names)))
+    asked[1, place], asked[2] = 2.0, 6.0
+    mean, doubt = model.predict(asked)
+    assert mean[0] < 0.3 < 0.6 < mean[1] and doubt[2] > 3 * max(doubt[0], doubt[1])
+
+
+def test_a_disturbed_environment_can_do_what_its_own_can() -> None:
+    gate = NarrowGate()
+    env = DisturbedEnvironment(gate, SPACE, {}, {})
+    needed = ("spec", "fps", "max_steps", "task", "reset", "step", "render", "close")
+    for name in (*needed, "expert_action", "scene"):
+        inspect.getattr_static(env, name)  # as protocols look for it from Python 3.12 on
+    assert isinstance(env, Environment) and isinstance(env, HasExpert) and isinstance(env, HasScene)
+    assert not isinstance(env, CanLookAway)
+    bare: Any = SimpleNamespace(**{name: getattr(gate, name) for name in needed})
+    assert not isinstance(DisturbedEnvironment(bare, SPACE, {}, {}), HasExpert | HasScene)
 
 
 def test_a_failure_that_was_found_happens_again(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from etude.rng import fold_more
 from etude.rollouts.explore import EnvironmentRollouts
 from etude.simulation.actors import Actor, Seat, make_actor
 from etude.simulation.environments import make_environment
-from etude.simulation.environments.base import Array, Environment, HasScene, Observation, StepOutcome
+from etude.simulation.environments.base import Array, HasScene, Observation, StepOutcome
 from etude.simulation.episodes import EnvironmentPool
 from etude.simulation.results import EpisodeRow
 from etude.simulation.seeds import episode_key, episode_seed
@@ -137,9 +137,8 @@ class AdversaryEnvironment:
         else:
             self._env.disturb(self._vector)
         key = episode_key(self._stage.seed, _SPLIT, self._number)
-        env = cast(Environment, self._env)
         while self._steps < until:
-            seat = Seat(self._slot, env, self._observation, fold_more(key, self._steps))
+            seat = Seat(self._slot, self._env, self._observation, fold_more(key, self._steps))
             outcome = self._env.step(self._actor.act([seat])[0])
             self._observation = outcome.observation
             self._steps += 1

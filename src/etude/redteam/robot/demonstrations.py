@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from etude.errors import ConfigError, DataError
 from etude.redteam.robot.environment import DisturbedEnvironment, Units
 from etude.redteam.robot.results import StressResult
 from etude.simulation.environments import make_environment
-from etude.simulation.environments.base import Environment, HasExpert
+from etude.simulation.environments.base import HasExpert
 from etude.simulation.record import SPLIT, Recorded, record_attempts
 from etude.simulation.seeds import episode_seed
 
@@ -50,7 +49,7 @@ def record_failures(
     return record_attempts(
         env, root, [one.number for one in found], settings={"disturbed": True, **settings}, seed=seed,
         options=result.settings["options"], images=images, on_episode=on_episode,
-        wrap=lambda inner: cast(Environment, DisturbedEnvironment(inner, result.space, plan, units or {})),
+        wrap=lambda inner: DisturbedEnvironment(inner, result.space, plan, units or {}),
     )  # fmt: skip
 
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from etude.redteam.robot.disturbances import DisturbanceSpace, EpisodeDisturbance
 from etude.rng import fold
-from etude.simulation.environments.base import Array, CanChooseStart, Environment, Observation, StepOutcome
+from etude.simulation.environments.base import (
+    Array,
+    CanChooseStart,
+    Environment,
+    HasExpert,
+    HasScene,
+    Observation,
+    StepOutcome,
+)
 from etude.types import DataSpec
 from etude.types.names import ACTION
 
@@ -40,11 +47,40 @@ class DisturbedEnvironment:
         self._now = EpisodeDisturbance()
         self._seed = self._step = 0
         self._late: deque[Observation] = deque(maxlen=1)
+        # Whether an environment has these is asked of protocols, which look for attributes that are there and from
+        # Python 3.12 on ask no __getattr__. `looks` is not passed on: pictures that come late must have been taken.
+        if isinstance(env, HasExpert):
+            self.expert_action = env.expert_action
+        if isinstance(env, HasScene):
+            self.scene = env.scene
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "looks":  # pictures that come late must have been taken
-            raise AttributeError(name)
-        return getattr(self._env, name)
+    @property
+    def spec(self) -> DataSpec:
+        """The features of observations and actions."""
+        return self._env.spec
+
+    @property
+    def fps(self) -> float:
+        """Steps in one second of simulated time."""
+        return self._env.fps
+
+    @property
+    def max_steps(self) -> int:
+        """Steps after which an episode is truncated."""
+        return self._env.max_steps
+
+    @property
+    def task(self) -> str:
+        """What is to be done, in words."""
+        return self._env.task
+
+    def render(self) -> Array:
+        """Return a picture of the scene for people."""
+        return self._env.render()
+
+    def close(self) -> None:
+        """Release what the simulator holds."""
+        self._env.close()
 
     @property
     def undisturbed(self) -> Environment:

@@ -95,8 +95,7 @@ class StressResult:
         """Return the episodes of a search as arrays."""
         episodes = self.searches.get(search, [])
         vectors = np.array([one.vector for one in episodes]).reshape(len(episodes), len(self.space.names))
-        failed = np.array([one.failed for one in episodes], bool)
-        return Tried(vectors, failed, np.array([one.score for one in episodes]))
+        return Tried(vectors, np.array([one.failed for one in episodes], bool))
 
     def failures(self, search: str) -> list[StressEpisode]:
         """Return the failures of a search, the likeliest first."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class StressStage:
     def wrap(self, plan: Mapping[int, Array]) -> Callable[[Environment], Environment]:
         """Return what disturbs an environment by vectors, by number of the episode."""
         by_seed = {episode_seed(self.seed, SPLIT, number): vector for number, vector in plan.items()}
-        return lambda env: cast(Environment, DisturbedEnvironment(env, self.space, by_seed, self.units))
+        return lambda env: DisturbedEnvironment(env, self.space, by_seed, self.units)
 
     def play(
         self, plan: Mapping[int, Array], on_episode: Callable[[EpisodeRow], None] | None = None
