@@ -29,7 +29,7 @@ OPTIMISM, WEIGHT = 1.0, 0.3
 failure earns 1. With 0.3 and 0.2 the median failure of a stand-in for the policy of `benchmarks/stress.py` was likelier
 than 6 % of what chance draws, with these than 19 %."""
 FAR, BONUS = 2 * DISTINCT, 0.5
-"""A failure beyond this distance from all that are known earns so much more: another kind, and not one more of a kind.
+"""A failure beyond this distance from all that are known earns so much more, so that not all are of one place.
 Without it 6 of 139 failures in the gate of the tests were that far apart, with it 67 of 138."""
 _CHANCE, _CROSS_ENTROPY = 1, 2
 
