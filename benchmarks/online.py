@@ -32,6 +32,7 @@ PEG = "peg-insert-side"
 PRESETS = {(PEG, "start"): "dagger-peg", (PEG, "dagger"): "dagger-peg", (PEG, "self-imitation"): "dagger-peg"}
 """Presets of tasks that need others."""
 CHANGES = {
+    ("push", "self-imitation"): ["training.training_steps=10000"],
     (PEG, "self-imitation"): [
         "online.label=own", "online.share=0.5", "online.start_after=1000", "online.episodes_per_round=10",
         "online.noise=0.2", "online.options.max_steps=200", "training.training_steps=6000",
