@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.cli.acting import find_policy, read_options
 from etude.cli.counting import Counting
+from etude.cli.environments import plain_name
 from etude.cli.evaluate import default_output
 from etude.cli.output import print_json, print_table, say
 from etude.registry import load_plugins
@@ -53,8 +54,7 @@ def stress(source: str, asked: StressOptions) -> None:
 
     if asked.to_dataset is not None:
         require_expert(asked.env, options)
-    plain = asked.env.replace("/", "-").replace(":", "-")
-    folder = asked.output or default_output(source).parent / "stress" / plain
+    folder = asked.output or default_output(source).parent / "stress" / plain_name([asked.env])
     require_place(folder / STRESS_FILE)
     with _CountingSearches(asked.episodes) as telling:
         result = stress_policy(

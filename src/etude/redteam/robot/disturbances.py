@@ -146,8 +146,7 @@ class DisturbanceSpace:
 
     def distance(self, one_D: Array, others_ND: Array) -> Array:
         """Return how far a vector is from others: the root mean square over its numbers, in deviations, (N,)."""
-        apart: Array = np.sqrt(np.square(self.whiten(others_ND) - self.whiten(one_D)).mean(-1))
-        return apart
+        return white_distance(self.whiten(one_D), self.whiten(others_ND))
 
     def distinct(self, vectors_ND: Array, distance: float = DISTINCT) -> list[int]:
         """Return the vectors that are distinct, by number: each differs from all that were taken before it."""
@@ -265,3 +264,9 @@ def _read_kind(text: str) -> tuple[str, float]:
     if not (math.isfinite(strength) and strength > 0):
         raise ConfigError(f"the strength of a disturbance is a number above 0, as in push=0.5; got {text!r}")
     return kind, strength
+
+
+def white_distance(one_D: Array, others_ND: Array) -> Array:
+    """Return how far a vector is from others that are in deviations already, (N,)."""
+    apart: Array = np.sqrt(np.square(others_ND - one_D).mean(-1))
+    return apart

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from etude.redteam.robot.disturbances import DISTINCT, PLAUSIBLE, DisturbanceSpace
+from etude.redteam.robot.disturbances import DISTINCT, PLAUSIBLE, DisturbanceSpace, white_distance
 from etude.redteam.robot.model import FailureModel
 from etude.rng import fold
 from etude.simulation.environments.base import Array
@@ -79,7 +79,7 @@ def propose_cross_entropy(space: DisturbanceSpace, seed: int, number: int, count
     sure_M, cost_M = np.minimum(1.0, mean_M + OPTIMISM * doubt_M), WEIGHT * space.unlikelihood(vectors_MD)
     nearest_M = np.full(len(draws_MD), np.inf)
     for one in failures_ND:
-        nearest_M = np.minimum(nearest_M, _distance(draws_MD, one))
+        nearest_M = np.minimum(nearest_M, white_distance(one, draws_MD))
     found: list[Array] = []
     for _ in range(count):
         values_M = sure_M * (1.0 + BONUS * (nearest_M > FAR)) - cost_M
@@ -87,7 +87,7 @@ def propose_cross_entropy(space: DisturbanceSpace, seed: int, number: int, count
         best = int(values_M.argmax())
         by_chance = generator.random() < BY_CHANCE or values_M[best] == -np.inf
         found.append(space.draw(generator) if by_chance else vectors_MD[best])
-        nearest_M = np.minimum(nearest_M, _distance(draws_MD, space.whiten(found[-1])))
+        nearest_M = np.minimum(nearest_M, white_distance(space.whiten(found[-1]), draws_MD))
     return np.stack(found)
 
 
@@ -105,8 +105,3 @@ def draw_around(space: DisturbanceSpace, failures_ND: Array, generator: np.rando
     vectors_MD = space.unwhiten(np.where(is_kept_MD, near_MD, drawn_MD))
     found: Array = vectors_MD[space.plausibility(vectors_MD) >= PLAUSIBLE]
     return found
-
-
-def _distance(white_MD: Array, one_D: Array) -> Array:
-    apart: Array = np.sqrt(np.square(white_MD - one_D).mean(-1))
-    return apart
