@@ -19,6 +19,7 @@ from etude.policies.generative import GenerativeKeywords, GenerativeOptions, Gen
 
 Solver = Literal["euler", "midpoint"]
 TimeSampling = Literal["uniform", "beta", "logit_normal"]
+FlowPrediction = Literal["velocity", "sample"]
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """From a point (B, ...) and times (B,) to where it moves, (B, ...)."""
 
@@ -69,6 +70,8 @@ class FlowMatching(GenerativePolicy):
         solver: euler or midpoint, which asks the network twice a step.
         num_inference_steps: Steps of the solver.
         time_sampling: Which times are trained most: uniform, beta (noisy ones) or logit_normal (those halfway).
+        prediction_type: What the network predicts: velocity (as published) or sample (the actions, from which the
+            velocity follows; it need not carry the noise through, and is learned in fewer steps).
         n_layers: Blocks of a transformer, DiT or MLP head.
         causal: Let an action of the transformer see no later one.
         keywords: Fields of `GenerativeOptions`: the head, execution and images.
@@ -82,6 +85,7 @@ class FlowMatching(GenerativePolicy):
         solver: Solver = "euler",
         num_inference_steps: int = 10,
         time_sampling: TimeSampling = "uniform",
+        prediction_type: FlowPrediction = "velocity",
         n_layers: int = 6,
         causal: bool = False,
         **keywords: GenerativeKeywords,
@@ -89,23 +93,32 @@ class FlowMatching(GenerativePolicy):
         options = GenerativeOptions(n_layers=n_layers, causal=causal, **keywords)
         super().__init__(horizon, options, n_obs_steps=n_obs_steps, n_action_steps=n_action_steps)
         self.solver, self.num_inference_steps, self.time_sampling = solver, num_inference_steps, time_sampling
-        for name, value, known in (("solver", solver, Solver), ("time_sampling", time_sampling, TimeSampling)):
+        self.prediction_type = prediction_type
+        for name, value, known in (
+            ("solver", solver, Solver),
+            ("time_sampling", time_sampling, TimeSampling),
+            ("prediction_type", prediction_type, FlowPrediction),
+        ):
             if value not in get_args(known):
                 raise ConfigError(f"FlowMatching {name} {value!r} is unknown; one of {', '.join(get_args(known))}")
         if num_inference_steps < 1:
             raise ConfigError(f"FlowMatching num_inference_steps must be at least 1, got {num_inference_steps}")
 
     def corrupt(self, actions_BHA: Tensor, noise_BHA: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return points on the lines from noise to actions, the scaled times, and the velocities there."""
+        """Return points on the lines from noise to actions, the scaled times, and the velocities or actions there."""
         time_B = sample_times(uniform_B, self.time_sampling)
         noisy_BHA = torch.lerp(noise_BHA, actions_BHA, time_B.to(actions_BHA.dtype).view(-1, 1, 1))
-        return noisy_BHA, TIME_SCALE * time_B, actions_BHA - noise_BHA
+        target_BHA = actions_BHA if self.prediction_type == "sample" else actions_BHA - noise_BHA
+        return noisy_BHA, TIME_SCALE * time_B, target_BHA
 
     def denoise(self, noise_BHA: Tensor, condition: Tensor) -> Tensor:
         """Return the actions that the noise flows to, (B, H, A)."""
 
         def velocity(point_BHA: Tensor, time_B: Tensor) -> Tensor:
             out: Tensor = self.head(point_BHA, TIME_SCALE * time_B, condition)
+            if self.prediction_type == "sample":
+                # The rest of the line in the rest of the time; no solver asks at time 1.
+                out = (out - point_BHA) / (1 - time_B).view(-1, 1, 1)
             return out
 
         return integrate(velocity, noise_BHA, self.num_inference_steps, self.solver)

@@ -92,6 +92,24 @@ def test_noise_flows_to_actions_on_straight_lines() -> None:
     assert torch.equal(velocity, actions)
 
 
+@pytest.mark.parametrize("solver, num_inference_steps", [("euler", 1), ("euler", 3), ("midpoint", 4)])
+def test_who_predicts_the_actions_themselves_is_led_to_them(solver: Solver, num_inference_steps: int) -> None:
+    policy = make(prediction_type="sample", solver=solver, num_inference_steps=num_inference_steps)
+    actions, noise = torch.rand(3, 16, 2), torch.randn(3, 16, 2)
+    assert torch.equal(policy.corrupt(actions, noise, torch.tensor([0.0, 0.25, 0.5]))[2], actions)
+    asked: list[float] = []
+
+    def answer(point: torch.Tensor, time_B: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        asked.append(float(time_B[0]) / TIME_SCALE)
+        expected = torch.lerp(noise, actions, asked[-1])
+        assert torch.allclose(point, expected, atol=1e-6), "points lie on the line from the noise to the actions"
+        return actions
+
+    policy.head.forward = answer  # type: ignore[method-assign]
+    assert torch.allclose(policy.denoise(noise, torch.zeros(3, 1)), actions, atol=1e-6)
+    assert max(asked) < 1
+
+
 @pytest.mark.parametrize("sampling", ["uniform", "beta", "logit_normal"])
 def test_every_distribution_of_times_trains(sampling: TimeSampling) -> None:
     policy = make(time_sampling=sampling)
@@ -111,6 +129,7 @@ def test_flows_may_use_any_normalisation() -> None:
         ({"solver": "heun"}, "solver 'heun' is unknown; one of euler, midpoint"),
         ({"time_sampling": "cosine"}, "one of uniform, beta, logit_normal"),
         ({"num_inference_steps": 0}, "at least 1"),
+        ({"prediction_type": "epsilon"}, "prediction_type 'epsilon' is unknown; one of velocity, sample"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
