@@ -74,6 +74,8 @@ class Diffusion(GenerativePolicy):
         ):
             if value not in get_args(known):
                 raise ConfigError(f"Diffusion {name} {value!r} is unknown; one of {', '.join(get_args(known))}")
+        if self.sampler == "ddpm" and self.options.noise_scale != 1:
+            raise ConfigError("Diffusion noise_scale is for the sampler ddim; ddpm draws new noise on the way")
         noise_schedule.inference_steps(self.num_train_timesteps, self.num_inference_steps)
         if self.clip_range is not None and self.clip_range < 1:
             raise ConfigError(

@@ -54,6 +54,9 @@ class GenerativeOptions(SharedOptions):
     """Dropout of a transformer, DiT or MLP head."""
     causal: bool = True
     """Let an action of the transformer see no later one."""
+    noise_scale: float = 1.0
+    """Deviation of the noise that actions are made from: 1 as in training; less keeps nearer to what is usual, and with
+    0 the same observation always gives the same actions."""
     do_mask_loss: bool = True
     """Leave padded actions out of the loss."""
     keypoints: int = 32
@@ -113,6 +116,8 @@ class GenerativePolicy(PolicyModule):
                 f"{type(self).__name__} denoises {horizon} actions from the oldest of {n_obs_steps} observations on, "
                 f"which leaves none for the future; set horizon above n_obs_steps"
             )
+        if not options.noise_scale >= 0:
+            raise ConfigError(f"{type(self).__name__} noise_scale must be 0 or more, got {options.noise_scale}")
         super().__init__(
             horizon - n_obs_steps + 1, n_obs_steps=n_obs_steps, n_action_steps=n_action_steps, **options.execution
         )
@@ -189,11 +194,14 @@ class GenerativePolicy(PolicyModule):
         noise = torch.randn(
             condition.shape[0], self.denoised_steps, self.action_dim, dtype=condition.dtype, device=condition.device
         )
-        return self.denoise(noise, condition)[:, self.n_obs_steps - 1 :]
+        return self._act_on(noise, condition)
 
     def sample_from_noise(self, batch: Mapping[str, Any], noise: Tensor) -> Tensor:
-        """Return the normalised actions that this noise becomes."""
-        return self.denoise(noise, self.condition(batch))[:, self.n_obs_steps - 1 :]
+        """Return the normalised actions that this noise becomes; it is standard normal, and scaled here."""
+        return self._act_on(noise, self.condition(batch))
+
+    def _act_on(self, noise_BHA: Tensor, condition: Tensor) -> Tensor:
+        return self.denoise(self.options.noise_scale * noise_BHA, condition)[:, self.n_obs_steps - 1 :]
 
     @property
     def noise_shape(self) -> tuple[int, ...]:

@@ -252,6 +252,7 @@ CANNOT = {
     ),
     "head 'transformer'": (Diffusion(horizon=16, head="transformer", n_layers=1, hidden_dim=16), make_spec()),
     "v_prediction": (Diffusion(**SMALL_UNET, prediction_type="v_prediction"), make_spec()),
+    "noise_scale cannot": (Diffusion(**SMALL_UNET, sampler="ddim", noise_scale=0.5), make_spec()),
     "n_groups: 4": (Diffusion(**SMALL_UNET, n_groups=4), make_spec()),
     "multiple of 4": (Diffusion(**{**SMALL_UNET, "horizon": 6}), make_spec()),
     "num_inference_steps: 5 of 100": (Diffusion(**SMALL_UNET, num_inference_steps=5), make_spec()),

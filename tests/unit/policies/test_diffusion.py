@@ -221,6 +221,23 @@ def test_samples_are_functions_of_the_generator(kind: str) -> None:
     assert not torch.equal(chunks[0], chunks[2])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["diffusion-dit", "flow-unet", "flow-mlp"])
+def test_less_noise_makes_actions_that_differ_less(kind: str) -> None:
+    spreads = []
+    for noise_scale in (1.0, 0.5, 0.0):
+        policy = make(kind, noise_scale=noise_scale).eval()
+        batch = make_batch(policy)
+        noise = torch.randn(2, batch["action"].shape[0], *policy.noise_shape or (), generator=torch.manual_seed(3))
+        normal = policy.normalize_observation(batch)
+        one, other = (policy.sample_from_noise(normal, drawn) for drawn in noise)
+        spreads.append(float((one - other).abs().mean()))
+        torch.manual_seed(3)
+        drawn_here = policy.sample_actions(normal)
+        assert torch.equal(drawn_here, policy.sample_from_noise(normal, noise[0])), "exports scale the noise alike"
+    assert spreads[0] > spreads[1] > spreads[2] == 0.0
+
+
 @pytest.mark.parametrize("draws, batch", [(1, 1), (1, 64), (4, 1), (4, 7), (4, 64)])
 def test_noise_levels_are_spread_evenly(draws: int, batch: int) -> None:
     """One in each of draws * batch equal parts; those of one sample in `draws` different quarters."""
@@ -272,6 +289,8 @@ def test_clipping_needs_bounded_actions(mode: str) -> None:
         ({"head": "rnn"}, "one of unet, transformer, dit, mlp"),
         ({"n_action_steps": 16}, "between 1 and the 15 actions"),
         ({"n_obs_steps": 17}, "leaves none for the future"),
+        ({"noise_scale": -1.0, "sampler": "ddim"}, "noise_scale must be 0 or more, got -1.0"),
+        ({"noise_scale": 0.5}, "noise_scale is for the sampler ddim"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:

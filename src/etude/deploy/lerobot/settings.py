@@ -115,6 +115,8 @@ def _diffusion_config(policy: PolicyModule, params: Mapping[str, Any], features:
         raise ConfigError(f"LeRobot's Diffusion has a UNet; head {params['head']!r} cannot be written there")
     if params["prediction_type"] == "v_prediction":
         raise ConfigError("LeRobot's Diffusion predicts epsilon or sample; v_prediction cannot be written there")
+    if params["noise_scale"] != 1:
+        raise ConfigError("LeRobot's Diffusion begins with noise as in training; noise_scale cannot be written there")
     if params["n_groups"] != GROUPS:
         raise ConfigError(
             f"LeRobot's UNet ends in {GROUPS} groups; n_groups: {params['n_groups']} cannot be written there"
