@@ -34,6 +34,9 @@ def test_the_full_suite_has_what_is_promised() -> None:
         tasks = {row.tasks[0] for row in rows if row.policy == policy and row.demos == 50}
         assert len(tasks) == 3 and "drawer-open" in tasks
     assert {row.label for row in rows} > {"pusht", "drawer-open (corner2)", "drawer-open (blind)", "10 tasks"}
+    for task, cameras in robot.IMAGE_TASKS.items():
+        seen = [row.cameras for row in rows if row.tasks == (task,) and row.state == "hand"]
+        assert seen == [cameras, ()], "every task that is learned from pictures has its blind control"
     assert [row for row in rows if row.policy == robot.LEROBOT]
     assert not [row for row in robot.suite("full", 0, lerobot=False) if row.policy == robot.LEROBOT]
 
