@@ -49,12 +49,8 @@ class RunGroup:
 
     @property
     def objective(self) -> dict[str, Any]:
-        """What the runs minimise, as far as the configuration tells: losses are alike where this is."""
-        return {
-            name: value
-            for name, value in self.settings.items()
-            if value is not None and any(name == part or name.startswith(f"{part}.") for part in OBJECTIVE)
-        }
+        """What the runs minimise, as far as the configuration tells."""
+        return what_is_minimised(self.settings)
 
     def curve(self, name: str) -> Series | None:
         """Return a metric over the steps: of several runs the mean, with a band from the least to the greatest."""
@@ -65,6 +61,15 @@ class RunGroup:
         if len(lines) == 1:
             return Series(self.name, lines[0].steps, lines[0].values, colour=self.colour)
         return merge_curves(self.name, lines, self.colour)
+
+
+def what_is_minimised(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the settings, by dotted names, that choose a loss: losses are alike where these are."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if value is not None and any(name == part or name.startswith(f"{part}.") for part in OBJECTIVE)
+    }
 
 
 def read_groups(paths: Sequence[Path]) -> list[RunGroup]:
