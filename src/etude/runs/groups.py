@@ -36,6 +36,12 @@ class Member:
         """The seed of its training."""
         return self.facts.training.get("seed")
 
+    @property
+    def draw(self) -> str:
+        """What its randomness is drawn from, every seed of its configuration: a run that shares it is no other draw."""
+        seeds = list(_find_seeds(self.facts.config))
+        return json.dumps(seeds, default=str) if seeds else str(self.path)
+
 
 @dataclass(frozen=True)
 class RunGroup:
@@ -46,6 +52,11 @@ class RunGroup:
     settings: Mapping[str, Any]
     """Every setting by its dotted name, without seeds."""
     colour: int = 0
+
+    @property
+    def seeds(self) -> int:
+        """How many different seeds there are; copies of a run, and repetitions of it, are of one."""
+        return len({member.draw for member in self.members})
 
     @property
     def objective(self) -> dict[str, Any]:
@@ -101,6 +112,16 @@ def flatten(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, An
             yield name, value
 
 
+def _find_seeds(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every seed of a configuration by its dotted name: what `flatten` leaves out."""
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        if key == "seed":
+            yield f"{path}.{key}", part
+        else:
+            yield from _find_seeds(part, f"{path}.{key}")
+
+
 def differing_settings(groups: Sequence[RunGroup]) -> list[str]:
     """Return the names of the settings in which groups differ, in the order of their files."""
     absent = object()
@@ -152,6 +173,8 @@ def _names(groups: Sequence[Sequence[Member]]) -> list[str]:
     names: list[str] = []
     for members in groups:
         given = [member.facts.name for member in members]
-        name = given[0] if len(given) == 1 else _stem(given) or f"{given[0]} and {len(given) - 1} more"
-        names.append(name if name not in names else f"{given[0]} and {len(given) - 1} more")
+        among = f"{given[0]} and {len(given) - 1} more" if len(given) > 1 else given[0]
+        choices = (given[0] if len(given) == 1 else _stem(given) or among, among)
+        where = str(members[0].path)
+        names.append(next((name for name in choices if name not in names), among.replace(given[0], where, 1)))
     return names
