@@ -81,8 +81,8 @@ def _session(policy: Any, robot: Any, asked: ActOptions) -> RobotSession:
     from etude.deploy.robot import ActionLimits
     from etude.deploy.session import RobotSession, data_limits
 
-    rate = asked.rate or policy.spec.fps or getattr(robot, "rate_hz", None)
-    if not rate:
+    rate = asked.rate if asked.rate is not None else policy.spec.fps or getattr(robot, "rate_hz", None)
+    if rate is None:
         raise ConfigError("neither the policy's data nor the robot says at which rate it runs; give --rate HZ")
     limits = data_limits(policy.spec[policy.action_name]) if asked.limits == "data" else ActionLimits()
     if asked.max_speed is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.cli.output import say
+from etude.errors import ConfigError
 
 
 def export_source(source: str, output: Path, *, kind: str, which: str) -> None:
@@ -14,8 +15,10 @@ def export_source(source: str, output: Path, *, kind: str, which: str) -> None:
     gc.enable()  # switched off for the start by `main`
     from etude.cli.runs import find_run
     from etude.config.restore import load_policy
-    from etude.deploy.export import export_policy, write_components
+    from etude.deploy.export import FILES, export_policy, write_components
 
+    if kind not in (*FILES, "pretrained", "components", "lerobot"):
+        raise ConfigError(f"--format is {', '.join((*FILES, 'pretrained', 'components'))} or lerobot, got {kind!r}")
     policy: Any = load_policy(find_run(source), which)
     if kind == "components":
         say(f"{output}: {', '.join(write_components(policy, output))}")
@@ -39,7 +42,6 @@ def import_source(source: Path, output: Path) -> None:
     """Read a policy of LeRobot's and save it as one of ours."""
     gc.enable()  # switched off for the start by `main`
     from etude.deploy.lerobot import import_lerobot
-    from etude.errors import ConfigError
 
     if output.resolve() == source.resolve():
         raise ConfigError(f"--output {output} is where the policy of LeRobot's lies; name another directory")

@@ -76,7 +76,7 @@ def print_comparison(comparison: RunComparison) -> None:
         cost = describe_cost(standing.group)
         rows.append((
             standing.group.name,
-            str(len(standing.group.members)),
+            str(standing.group.seeds),
             "-" if standing.score is None else stick.write(standing.score),
             "-" if standing.interval is None else format_interval(standing.interval, stick.write),
             cost["steps"],

@@ -56,6 +56,8 @@ app.add_typer(redteam_app, name="redteam", rich_help_panel=LANGUAGE)
 
 _NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 """How systems refuse a folder or a file that was named to be written."""
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+"""How they say that nothing more fits; not always with the name of a file."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -396,6 +398,10 @@ def main() -> None:
             refused = no_place(error)
             _complain(f"error: {refused}")
             raise SystemExit(refused.exit_code) from None
+        if isinstance(error, OSError) and error.errno in _FULL:
+            where = "" if error.filename is None else f" {error.filename}"
+            _complain(f"error: cannot write{where}: {error.strerror}; make room, and run it again")
+            raise SystemExit(2) from None
         import traceback
 
         from etude.cli.output import visible

@@ -17,6 +17,7 @@ from etude.config.load import Loaded, load
 from etude.errors import ConfigError, EtudeError, Interrupted
 from etude.loop.signals import StopSignals
 from etude.runs.directory import Run
+from etude.runs.groups import what_is_minimised
 from etude.runs.lock import DirectoryLock
 from etude.runs.progress import format_duration, format_figure
 from etude.sweep.driver import SweepDriver, SweepPlan, show_values
@@ -44,8 +45,8 @@ def run_sweep(
     _refuse_ranks("etude sweep")
     deadline_s = _deadline(timeout)
     space = parse_space(texts)
-    loaded, place = _check(config, space, name)
-    objective = choose_objective(loaded, metric, mode)
+    loaded, place, minimised = _check(config, space, name)
+    objective = choose_objective(loaded, metric, mode, minimised)
     folder = place.folder
     if sampler == "grid":
         space.grid()  # refused before anything is written
@@ -102,6 +103,8 @@ def _drive(driver: SweepDriver, jobs: int | None, deadline_s: float | None, on_r
 def _introduce(plan: SweepPlan, driver: SweepDriver) -> None:
     records = driver.study.records()
     say(f"sweep {plan.place.folder}: {plan.objective}")
+    if plan.objective.note:
+        say(f"  {plan.objective.note}")
     for one in plan.space.parameters:
         say(f"  {one.key}: {one}")
     before = sum(record.state != "running" for record in records)
@@ -126,16 +129,22 @@ def _conclude(driver: SweepDriver) -> Path:
     return page
 
 
-def _check(config: Path, space: SearchSpace, name: str | None) -> tuple[Loaded, SweepFolder]:
-    """Load the file with every end and every choice of the space: what is wrong shows before the first trial."""
+def _check(config: Path, space: SearchSpace, name: str | None) -> tuple[Loaded, SweepFolder, list[dict[str, object]]]:
+    """Load the file with every end and every choice of the space: what is wrong shows before the first trial.
+
+    Returns:
+        The first configuration, where its runs go, and what each one minimises.
+    """
     keys = [text.partition("=")[0].strip() for text in (*space.written, *space.fixed)]
     if "run.name" in keys:
         raise ConfigError("run.name: every trial is a run of its own; name the sweep with --name")
     if any(one.key.split(".")[0] in ("run", "loggers") for one in space.parameters):
         raise ConfigError("run and loggers say where things are kept: there is nothing to search in them")
     first: tuple[Loaded, SweepFolder] | None = None
+    minimised: list[dict[str, object]] = []
     for overrides in space.samples():
         loaded = load(config, overrides)
+        minimised.append(what_is_minimised(settings_of(loaded)))
         if first is None:
             place = SweepFolder(Path(loaded.config.run.root), _folder_name(name, loaded, "sweep"))
             first = load(config, [*overrides, *place.overrides("trial-0000")]), place
@@ -146,7 +155,7 @@ def _check(config: Path, space: SearchSpace, name: str | None) -> tuple[Loaded, 
             "there is nothing to search; name a setting with what to try, such as 'training.lr=log(1e-5,1e-2)'. "
             "To repeat one experiment: etude train CONFIG --seeds 5"
         )
-    return first
+    return *first, minimised
 
 
 def _folder_name(given: str | None, loaded: Loaded, ending: str) -> str:

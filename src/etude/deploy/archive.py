@@ -33,10 +33,15 @@ _EMPTY_KEYS = ("range_constraints", "guards_code")
 _TREE_TYPES = {"builtins.tuple", "builtins.list", "builtins.dict", None}
 
 
-def write_archive(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Save a program without its example inputs, the one part that is a pickle."""
+def write_archive(program: torch.export.ExportedProgram) -> bytes:
+    """Return the archive of a program without its example inputs, the one part that is a pickle.
+
+    It is made in memory: where a disk is full, torch's own writer ends the process.
+    """
     program.example_inputs = None
-    torch.export.save(program, path)
+    content = io.BytesIO()
+    torch.export.save(program, content)
+    return content.getvalue()
 
 
 def read_archive(path: Path, content: bytes) -> torch.nn.Module:

@@ -192,12 +192,11 @@ def _input_names(manifest: dict[str, Any]) -> list[str]:
 
 
 def _to_bytes(program: torch.export.ExportedProgram, kind: str, directory: Path, input_names: list[str]) -> bytes:
+    if kind == "torch":
+        return write_archive(program)
     temp = directory / f"{temp_name('export')}{Path(FILES[kind]).suffix}"
     try:
-        if kind == "torch":
-            write_archive(program, temp)
-        else:
-            _write_onnx(program, temp, input_names)
+        _write_onnx(program, temp, input_names)
         return temp.read_bytes()
     finally:
         remove(temp)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError, RobotError, one_line
 from etude.plugins import is_plugin_file
 from etude.reading.suggest import did_you_mean
 from etude.registry import ROBOT_REGISTRY, load_object, load_plugins, names_object
@@ -164,7 +164,12 @@ def make_robot(name: str, options: Mapping[str, Any] | None = None) -> Robot:
     missing = [p.name for p in known.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     if wanting := [option for option in missing if option not in options and option != "args"]:
         raise ConfigError(f"robot {found} needs {wanting[0]}; give it as --robot-option {wanting[0]}=VALUE")
-    robot = constructor(**options)
+    try:
+        robot = constructor(**options)
+    except EtudeError:
+        raise
+    except Exception as error:
+        raise RobotError(f"robot {found} cannot be made: {type(error).__name__}: {one_line(error)}") from error
     if lacks := [part for part in ("observe", "act", "stop") if not callable(getattr(robot, part, None))]:
         raise ConfigError(f"robot {found}: {type(robot).__name__} lacks {' and '.join(f'{part}()' for part in lacks)}")
     made: Robot = robot

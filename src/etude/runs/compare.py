@@ -81,8 +81,12 @@ class Standing:
 
     @property
     def scores_RT(self) -> list[tuple[float, ...]]:
-        """A row for each run that has a score, a column for each task."""
-        return list(self.scores.values())
+        """A row for each seed that has a score, the mean of its runs where there are several, and a column a task."""
+        rows: dict[str, list[tuple[float, ...]]] = {}
+        for member in self.group.members:
+            if (row := self.scores.get(str(member.path))) is not None:
+                rows.setdefault(member.draw, []).append(row)
+        return [tuple(sum(values) / len(values) for values in zip(*found, strict=True)) for found in rows.values()]
 
 
 @dataclass(frozen=True)
@@ -123,14 +127,13 @@ def compare_runs(paths: Sequence[Path], metric: str | None = None) -> RunCompari
     standings: list[Standing] = []
     for group in groups:
         found = {str(member.path): row for member in group.members if (row := score(member)) is not None}
-        if len(found) > 1:
-            standing = Standing(group, found, *aggregate(list(found.values())))
-        elif found:
-            ((path, row),) = found.items()
-            scored = next(member for member in group.members if str(member.path) == path)
-            standing = Standing(group, found, sum(row) / len(row), _own_interval(scored, yardstick))
-        else:
-            standing = Standing(group, {}, None, None)
+        standing = Standing(group, found, None, None)
+        rows = standing.scores_RT
+        if len(rows) > 1:
+            standing = Standing(group, found, *aggregate(rows))
+        elif rows:
+            scored = next(member for member in group.members if str(member.path) in found)
+            standing = Standing(group, found, sum(rows[0]) / len(rows[0]), _own_interval(scored, yardstick))
         standings.append(_against(standing, standings[0], yardstick) if standings else standing)
     return RunComparison(yardstick, tuple(standings), differing_settings(groups))
 

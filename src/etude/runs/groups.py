@@ -36,6 +36,12 @@ class Member:
         """The seed of its training."""
         return self.facts.training.get("seed")
 
+    @property
+    def draw(self) -> str:
+        """What its randomness is drawn from, every seed of its configuration: a run that shares it is no other draw."""
+        seeds = list(_find_seeds(self.facts.config))
+        return json.dumps(seeds, default=str) if seeds else str(self.path)
+
 
 @dataclass(frozen=True)
 class RunGroup:
@@ -48,13 +54,14 @@ class RunGroup:
     colour: int = 0
 
     @property
+    def seeds(self) -> int:
+        """How many different seeds there are; copies of a run, and repetitions of it, are of one."""
+        return len({member.draw for member in self.members})
+
+    @property
     def objective(self) -> dict[str, Any]:
-        """What the runs minimise, as far as the configuration tells: losses are alike where this is."""
-        return {
-            name: value
-            for name, value in self.settings.items()
-            if value is not None and any(name == part or name.startswith(f"{part}.") for part in OBJECTIVE)
-        }
+        """What the runs minimise, as far as the configuration tells."""
+        return what_is_minimised(self.settings)
 
     def curve(self, name: str) -> Series | None:
         """Return a metric over the steps: of several runs the mean, with a band from the least to the greatest."""
@@ -65,6 +72,15 @@ class RunGroup:
         if len(lines) == 1:
             return Series(self.name, lines[0].steps, lines[0].values, colour=self.colour)
         return merge_curves(self.name, lines, self.colour)
+
+
+def what_is_minimised(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the settings, by dotted names, that choose a loss: losses are alike where these are."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if value is not None and any(name == part or name.startswith(f"{part}.") for part in OBJECTIVE)
+    }
 
 
 def read_groups(paths: Sequence[Path]) -> list[RunGroup]:
@@ -94,6 +110,16 @@ def flatten(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, An
             yield from flatten({str(place): item for place, item in enumerate(value)}, name)
         else:
             yield name, value
+
+
+def _find_seeds(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every seed of a configuration by its dotted name: what `flatten` leaves out."""
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        if key == "seed":
+            yield f"{path}.{key}", part
+        else:
+            yield from _find_seeds(part, f"{path}.{key}")
 
 
 def differing_settings(groups: Sequence[RunGroup]) -> list[str]:
@@ -147,6 +173,8 @@ def _names(groups: Sequence[Sequence[Member]]) -> list[str]:
     names: list[str] = []
     for members in groups:
         given = [member.facts.name for member in members]
-        name = given[0] if len(given) == 1 else _stem(given) or f"{given[0]} and {len(given) - 1} more"
-        names.append(name if name not in names else f"{given[0]} and {len(given) - 1} more")
+        among = f"{given[0]} and {len(given) - 1} more" if len(given) > 1 else given[0]
+        choices = (given[0] if len(given) == 1 else _stem(given) or among, among)
+        where = str(members[0].path)
+        names.append(next((name for name in choices if name not in names), among.replace(given[0], where, 1)))
     return names

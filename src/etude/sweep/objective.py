@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import ConfigError
-from etude.runs.leading import prefers_large
+from etude.reading.plain import show_value
+from etude.runs.leading import is_loss, prefers_large
 from etude.runs.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class Objective:
 
     metric: str
     is_large: bool
+    note: str = ""
+    """What else to know of it."""
 
     @property
     def is_evaluated(self) -> bool:
@@ -68,14 +71,41 @@ def points(rows: Iterable[Mapping[str, Any]], metric: str) -> list[tuple[int, fl
     return [(step, float(value)) for step, value in found if math.isfinite(value)]
 
 
-def choose_objective(loaded: Loaded, metric: str | None, mode: str | None) -> Objective:
-    """Return what to optimise: what was asked for, what ranks checkpoints, or what matters of this kind of training."""
+def choose_objective(
+    loaded: Loaded, metric: str | None, mode: str | None, minimised: Sequence[Mapping[str, Any]] = ()
+) -> Objective:
+    """Return what to optimise: what was asked for, what ranks checkpoints, or what matters of this kind of training.
+
+    Args:
+        loaded: The configuration.
+        metric: What was asked for.
+        mode: Which way, as far as that was said.
+        minimised: What trials may minimise (`what_is_minimised`). Losses that are not alike rank nothing: they are
+            taken only where they are asked for, with a note.
+    """
     name = metric or _leading(loaded)
+    unlike = _unlike(minimised) if is_loss(name) else ""
+    if unlike and metric is None:
+        raise ConfigError(
+            f"{unlike}: trials would minimise different losses, and the least {name} would say nothing about which is "
+            "best; evaluate_in_simulation among the callbacks gives them a success to be ranked by, --metric names "
+            "another metric"
+        )
+    note = f"{unlike}: trials minimise different losses, so that the least says little about which is best"
     training = loaded.config.training.model_dump(mode="json")
     is_large = prefers_large(name, training) if mode is None else mode == "max"
     if is_large is None:
         raise ConfigError(f"whether more of {name} is better is not known; say --mode max or --mode min")
-    return Objective(name, is_large)
+    return Objective(name, is_large, note if unlike else "")
+
+
+def _unlike(minimised: Sequence[Mapping[str, Any]]) -> str:
+    """Say in which setting the losses of trials differ; nothing if they do not."""
+    for name in dict.fromkeys(name for one in minimised for name in one):
+        values = list(dict.fromkeys(show_value(one[name]) if name in one else "not set" for one in minimised))
+        if len(values) > 1:
+            return f"{name} is {', '.join(values[:-1])} or {values[-1]}"
+    return ""
 
 
 def _leading(loaded: Loaded) -> str:

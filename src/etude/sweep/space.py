@@ -16,6 +16,8 @@ from etude.secrets import redact
 _CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\((.*)\)", re.DOTALL)
 _OPENING, _CLOSING = "([{", ")]}"
 MOST_GRID_POINTS = 100_000
+LARGEST_WHOLE = 2**53
+"""Up to here every whole number is one that the search, which counts in floating point, can tell from the next."""
 INSIDE = 0.381966
 """Where a number between two ends is tried: no simple share of them."""
 
@@ -53,9 +55,21 @@ class SearchRange:
                 f"{self.key}: a grid has no end between {self.low:g} and {self.high:g}; "
                 f"write choices (1e-4,1e-3) or range({self.low:g},{self.high:g},STEP)"
             )
-        count = math.floor((self.high - self.low) / self.step + 1e-9) + 1
-        points = [self.low + place * self.step for place in range(count)]
-        return points if self.is_whole else [float(f"{point:.12g}") for point in points]
+        if (size := self.size) > MOST_GRID_POINTS:
+            raise ConfigError(f"{self.key}: {size:,} numbers are too many for a grid; take --sampler tpe or random")
+        return [self.point(place) for place in range(size)]
+
+    @property
+    def size(self) -> int:
+        """How many numbers a step apart there are."""
+        assert self.step is not None
+        return math.floor((self.high - self.low) / self.step + 1e-9) + 1
+
+    def point(self, place: int) -> float:
+        """Return one of its numbers that are a step apart."""
+        assert self.step is not None
+        point = self.low + place * self.step
+        return point if self.is_whole else float(f"{point:.12g}")
 
     def __str__(self) -> str:
         ends = f"{self.low:g} to {self.high:g}"
@@ -181,11 +195,14 @@ def _parse(key: str, what: str) -> SearchParameter | None:
         raise ConfigError(f"{key}={redact(what)}: the lower end comes first, and is less than the upper one")
     if found.is_log and found.low <= 0:
         raise ConfigError(f"{key}={redact(what)}: a logarithmic range begins above 0")
-    if found.step is not None and not 0 < found.step <= found.high - found.low:
+    length = float(found.high) - found.low
+    if not math.isfinite(length / (found.step or 1.0)):
+        raise ConfigError(f"{key}={redact(what)}: the ends are too far apart to be told in numbers")
+    if found.step is not None and not 0 < found.step <= length:
         raise ConfigError(f"{key}={redact(what)}: the step is above 0, and no more than the range is long")
     if name in ("int", "logint") and not all(isinstance(number, int) for number in numbers):
         raise ConfigError(f"{key}={redact(what)}: {name}() takes whole numbers; write uniform() or log() for others")
-    return found if found.step is None else replace(found, high=found.points()[-1])
+    return found if found.step is None else replace(found, high=found.point(found.size - 1))
 
 
 def _number(key: str, what: str, text: str) -> float:
@@ -193,6 +210,8 @@ def _number(key: str, what: str, text: str) -> float:
         number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
     except ValueError:
         number = math.nan
+    if isinstance(number, int) and abs(number) > LARGEST_WHOLE:
+        raise ConfigError(f"{key}={redact(what)}: whole numbers are searched up to {LARGEST_WHOLE:,}")
     if not math.isfinite(number):
         raise ConfigError(f"{key}={redact(what)}: {redact(text)!r} is not a number")
     return number

@@ -32,6 +32,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     built(MLP(hidden=[8], chunk_size=4), spec).save_pretrained(tmp_path / "saved")
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     (tmp_path / "my_arm.py").write_text(block, encoding="utf-8")
+    (tmp_path / "unplugged.py").write_text(
+        "class Arm:\n    def __init__(self):\n        raise OSError('no such port')\n"
+    )
     return tmp_path
 
 
@@ -119,6 +122,8 @@ def test_a_file_that_registers_a_robot_is_enough(folder: Path) -> None:
         ([*ARM, "--env", "pusht"], ConfigError, "--env is for the robot 'simulated'"),
         ([*ARM, "--steps", "1", "--limits", "none"], ConfigError, "--limits is robot or data"),
         ([*ARM, "--steps", "1", "--rate", "-3"], ConfigError, "the rate must lie above 0"),
+        ([*ARM, "--steps", "1", "--rate", "0"], ConfigError, "the rate must lie above 0"),
+        (["--robot", "unplugged.py:Arm"], RobotError, "robot Arm cannot be made: OSError: no such port"),
         (
             [*ARM, "--steps", "1", "--budget-ms", "500"],
             ConfigError,

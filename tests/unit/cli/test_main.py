@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
@@ -198,3 +199,16 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
         r"etude: error: cannot use (file|runs|/proc/nowhere)\S*: [^\n]+; make it writable, or name another place\n",
         done.stderr,
     )
+
+
+def test_a_full_disk_is_one_sentence_whoever_was_writing(tmp_path: Path, child_env: dict[str, str]) -> None:
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")  # without a name, as a write has none
+
+    def run() -> None:
+        main.__globals__["app"] = full
+        main()
+
+    done = run_forked(run, cwd=tmp_path, env=child_env, arguments=["etude", "sweep"])
+    assert done.returncode == 2
+    assert done.stderr == "etude: error: cannot write: No space left on device; make room, and run it again\n"

@@ -14,9 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from etude.cli.main import app
+from etude.config.load import load
 from etude.errors import ConfigError, EtudeError
 from etude.runs.directory import Run
 from etude.runs.metrics import read_metrics
+from etude.sweep.objective import choose_objective
 from etude.sweep.processes import OUTPUT
 from tests.unit.runs.strict_page import Page
 
@@ -70,6 +72,8 @@ def run(*arguments: str) -> str:
         ([RATES, "--sampler", "grid"], "a grid has no end"),
         ([RATES, "--timeout", "5 steps"], "--timeout is a time"),
         ([RATES, "--name", "../x"], "cannot name a folder"),
+        (["policy=mlp,act"], "policy.type is mlp or act: trials would minimise different losses.*--metric"),
+        (["policy.params.loss=l1,mse"], "policy.params.loss is l1 or mse: trials would minimise different losses"),
     ],
 )
 def test_mistakes_are_found_before_the_first_trial(arguments: list[str], says: str) -> None:
@@ -89,6 +93,20 @@ def test_a_folder_with_a_run_is_not_taken(stand_in: None) -> None:
     Run("runs/mine").set_status("finished", step=1)
     with pytest.raises(ConfigError, match="runs/mine is a run already"):
         run("sweep", "x.yaml", RATES, "--name", "mine")
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_unlike_losses_that_are_asked_for_are_taken_with_a_note() -> None:
+    said = run("sweep", "x.yaml", "policy=mlp,act", "--metric", "eval/loss", "--trials", "1")
+    note = "policy.type is mlp or act: trials minimise different losses"
+    assert note in said and note in Path("runs/x-sweep/sweep.html").read_text()
+
+
+def test_a_metric_that_is_no_loss_ranks_trials_of_any_kind() -> None:
+    loaded = load(Path("x.yaml"), [])
+    minimised = [{"policy.type": "act"}, {"policy.type": "mlp"}]
+    assert choose_objective(loaded, "eval/success", None, minimised).note == ""
+    assert choose_objective(loaded, None, None, minimised[:1] * 2).note == ""
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("msgpack")
 
+from etude.cli.export import export_source
 from etude.deploy import export_policy, load_exported
 from etude.deploy.archive import CONFIGS, INPUTS, MODEL, read_archive
 from etude.errors import CheckpointError, ConfigError, DataError, MissingExtraError
@@ -188,3 +189,17 @@ def test_archives_that_could_run_code_are_not_read(exported_dir: Path, changes: 
     read_archive(path, _tampered(path, {}))
     with pytest.raises(CheckpointError, match=complaint):
         read_archive(path, _tampered(path, changes))
+
+
+def test_a_format_that_there_is_not_is_named_with_all_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--format is torch, onnx, pretrained, components or lerobot, got 'tflite'"):
+        export_source("nothing", tmp_path, kind="tflite", which="auto")
+
+
+def test_nothing_but_our_own_code_writes_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch's writer ends the process where a disk is full.
+    written: list[Any] = []
+    save = torch.export.save
+    monkeypatch.setattr(torch.export, "save", lambda program, to: (written.append(to), save(program, to)))
+    export_policy(built(MLP(hidden=[4], chunk_size=2), make_spec(state=2, action=2)), tmp_path / "out")
+    assert [type(one) for one in written] == [io.BytesIO]

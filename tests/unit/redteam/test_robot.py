@@ -230,6 +230,9 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
             make_space(NarrowGate(), [asked])
     with pytest.raises(ConfigError, match="strength of disturbances is a number above 0, got 0"):
         make_space(NarrowGate(), strength=0.0)
+    for asked, strength in (["latency"], 1e300), (["push=1e300"], 1.0):
+        with pytest.raises(ConfigError, match=r"strength of (latency|push) is at most 10,000, got 1e.300"):
+            make_space(NarrowGate(), asked, strength)
     (tmp_path / "stress.json").write_text("[]")
     with pytest.raises(DataError, match="not the result of a stress test"):
         search(tmp_path)

@@ -153,6 +153,22 @@ def test_few_seeds_are_not_judged(folder: Path) -> None:
     assert one.verdict == "one run each: nothing tells a difference from chance"
 
 
+def test_copies_of_a_run_are_one_seed(folder: Path) -> None:
+    for copy in range(3):
+        make_run(f"slow-{copy}", end=0.6)
+        make_run(f"fast-{copy}", lr=1e-2, end=0.5)
+    printed = runner.invoke(app, ["compare", "slow-*", "fast-*"], catch_exceptions=False).stdout
+    assert "one run each: nothing tells a difference from chance" in printed
+    assert re.search(r"^slow +1 +0.6 +- ", printed, re.MULTILINE)
+    drawn = [make_run(f"drawn-{seed}", data={"params": {"seed": seed}}) for seed in range(3)]
+    assert read_groups(drawn)[0].seeds == 3
+
+
+def test_groups_of_one_name_are_told_apart_by_their_place(folder: Path) -> None:
+    paths = [make_run(f"{place}/mine", lr=lr) for place, lr in (("a", 1e-3), ("b", 1e-2), ("c", 1e-1))]
+    assert [group.name for group in read_groups(paths)] == ["mine", "runs/b/mine", "runs/c/mine"]
+
+
 def test_mistakes_are_one_sentence(folder: Path) -> None:
     make_run("base")
     make_run("other", lr=1.0)

@@ -54,6 +54,10 @@ def test_a_single_value_is_an_override(text: str) -> None:
         ("n=int(1.5,3)", "whole numbers"),
         ("n=int(1,8,0)", "step is above 0"),
         ("n=int(1,8,99)", "no more than the range"),
+        ("n=int(1,99999999999999999999)", "searched up to 9,007,199,254,740,992"),
+        (f"n=int(1,1{'0' * 400})", "searched up to"),
+        ("p=range(0,1,1e-320)", "too far apart"),
+        ("p=uniform(-1e308,1e308)", "too far apart"),
         ("n=4,,8", "a choice is empty"),
         ("n=4,4", "there twice"),
     ],
@@ -92,6 +96,8 @@ def test_a_grid_has_every_combination_and_no_continuous_range() -> None:
         parse_space(["lr=log(1e-5,1e-2)"]).grid()
     with pytest.raises(ConfigError, match="too large"):
         parse_space(["a=int(1,1000)", "b=int(1,1000)"]).grid()
+    with pytest.raises(ConfigError, match="too many for a grid"):
+        parse_space(["a=int(1,9000000000000000)"]).grid()  # which no machine could list
 
 
 def test_commas_in_brackets_and_quotes_split_nothing() -> None:

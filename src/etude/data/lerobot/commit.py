@@ -55,6 +55,16 @@ class DatasetState:
     last_meta: tuple[int, int] | None = None
 
 
+def require_own_folder(root: Path) -> None:
+    """Refuse a folder that holds something else than a dataset, such as a run: its files would lie among the others."""
+    if not root.is_dir() or any((root / known).exists() for known in (layout.INFO_PATH, layout.RECORDING_DIR)):
+        return
+    ours = ("data", "videos", "images", "meta", "README.md")
+    strange = sorted(path.name for path in root.iterdir() if path.name not in ours and not path.name.startswith("."))
+    if strange:
+        raise DataError(f"{root}: holds {strange[0]!r} and is no dataset; record into a folder of its own")
+
+
 def reopen(root: Path, features: Mapping[str, FeatureInfo], fps: float) -> DatasetState:
     """Read what a dataset holds, and drop descriptions of episodes that never came to count."""
     if not (root / layout.INFO_PATH).exists():

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.data.lerobot.commit import StagedEpisode, commit_episodes, read_staged, reopen
+from etude.data.lerobot.commit import StagedEpisode, commit_episodes, read_staged, reopen, require_own_folder
 from etude.data.lerobot.layout import BOOKKEEPING, RECORDING_DIR, FeatureInfo, make_feature, read_json
 from etude.data.lerobot.stats import PictureStats, Stats, column_stats
 from etude.data.lerobot.tables import arrow, arrow_column, encode_picture, table_bytes
@@ -69,6 +69,7 @@ class LeRobotWriter:
         if any(feature.dtype == "video" for feature in self.features.values()):
             pyav()
         self._staging = self.root / RECORDING_DIR
+        require_own_folder(self.root)
         self._staging.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self._staging / "lock", self.root)
         try:

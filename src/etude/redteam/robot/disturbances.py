@@ -23,6 +23,8 @@ from etude.types.names import ACTION
 KINDS = {"start": 1.0, "push": 1.0, "noise": 0.1, "latency": 1.0, "camera": 0.03}
 """How strong each kind is unless told: one deviation of a push in deviations of the action, of sensor noise in
 deviations of each number, of latency in steps, of a camera in widths of its picture. A start has no strength."""
+MOST_STRENGTH = 10_000
+"""Beyond any meaning; numbers that overflow come later."""
 PLAUSIBLE = 0.01
 """Vectors that are less likely than all but this share of what chance draws are not looked at."""
 DISTINCT = 0.5
@@ -227,11 +229,15 @@ def make_space(env: Environment, asked: Sequence[str] = (), strength: float = 1.
             raise ConfigError(f"the disturbance {kind} is not possible here: {why_not[kind]}")
     if not given:
         raise ConfigError(f"nothing can disturb {env.task!r}: {'; '.join(why_not.values())}")
+    strengths = {kind: given[kind] * strength for kind in KINDS if kind in given}
+    for kind, value in strengths.items():
+        if value > MOST_STRENGTH:
+            raise ConfigError(f"the strength of {kind} is at most {MOST_STRENGTH:,}, got {value:g}")
     action = env.spec[ACTION]
     size = math.prod(action.shape)
     names = action.names if action.names and len(action.names) == size else [f"action {one}" for one in range(size)]
     return DisturbanceSpace(
-        {kind: given[kind] * strength for kind in KINDS if kind in given},
+        strengths,
         env.start_size if isinstance(env, CanChooseStart) else 0,
         tuple(names),
         window=min(100, env.max_steps),

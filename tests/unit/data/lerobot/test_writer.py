@@ -106,6 +106,13 @@ def test_a_wrong_frame_is_refused_by_name(tmp_path: Path, change: dict[str, Any]
         assert writer.episode_length == 1
 
 
+def test_a_folder_that_holds_something_else_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    with pytest.raises(DataError, match="run: holds 'checkpoints' and is no dataset"):
+        LeRobotWriter(tmp_path / "run", {"action": {"dtype": "float32", "shape": (2,)}}, 10)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+
+
 def test_a_missing_feature_and_an_empty_episode_are_refused(tmp_path: Path) -> None:
     writer = LeRobotWriter(tmp_path / "d", FEATURES, 10)
     with pytest.raises(DataError, match="has no frames"):
