@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from etude import plugins, registry
 from etude.errors import EtudeError
 from etude.low_precision import require_low_precision
 from tests.expected_skips import is_expected
@@ -101,6 +103,21 @@ def logger_left_as_it_was() -> Iterator[None]:
     yield
     logger.setLevel(level)
     logger.handlers[:] = handlers
+
+
+@pytest.fixture
+def registries_restored() -> Iterator[None]:
+    """Put registries and plugins back as they were: another test's processes load what this one's has loaded."""
+    entries = {name: dict(one._entries) for name, one in registry.REGISTRIES.items()}
+    files, modules = dict(plugins.PLUGIN_FILES), set(sys.modules)
+    yield
+    for name, one in registry.REGISTRIES.items():
+        one._entries = entries[name]
+    plugins.PLUGIN_FILES.clear()
+    plugins.PLUGIN_FILES.update(files)
+    for name in set(sys.modules) - modules:
+        if name.startswith(("etude_plugin_", "plug")):
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,7 @@ from etude.registry import (
 from etude.signatures import fit
 from etude.types import protocols
 
-
-@pytest.fixture(autouse=True)
-def registries_restored() -> Iterator[None]:
-    entries = {name: dict(one._entries) for name, one in REGISTRIES.items()}
-    files, modules = dict(plugins.PLUGIN_FILES), dict(sys.modules)
-    yield
-    for name, one in REGISTRIES.items():
-        one._entries = entries[name]
-    plugins.PLUGIN_FILES.clear()
-    plugins.PLUGIN_FILES.update(files)
-    for name in set(sys.modules) - set(modules):
-        if name.startswith(("etude_plugin_", "plug")):
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("registries_restored")
 
 
 class Fitting:

@@ -82,6 +82,7 @@ def test_an_environment_without_a_notion_of_success_shows_its_reward(folder: Pat
     assert "mean reward -" in result.output
 
 
+@pytest.mark.usefixtures("registries_restored")  # robots of later tests would load it in their own process
 def test_a_file_may_be_the_plugin_and_the_policy(folder: Path) -> None:
     # Run twice, it would register its parts twice; here the second folder of that name would be refused.
     (folder / "both.py").write_text("import os\nos.mkdir('once')\ndef rest(observation):\n    return [0.0]\n")

@@ -1,13 +1,11 @@
 """A config file, a plugin with components that need no torch, and registries that forget what a test registers."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from etude import plugins, registry
 from etude.config.load import Loaded, load
 
 PLUGIN = '''
@@ -88,18 +86,8 @@ loggers: []
 
 
 @pytest.fixture(autouse=True)
-def registries_restored() -> Iterator[None]:
-    """Put registries and plugins back as they were."""
-    entries = {name: dict(one._entries) for name, one in registry.REGISTRIES.items()}
-    files, modules = dict(plugins.PLUGIN_FILES), set(sys.modules)
-    yield
-    for name, one in registry.REGISTRIES.items():
-        one._entries = entries[name]
-    plugins.PLUGIN_FILES.clear()
-    plugins.PLUGIN_FILES.update(files)
-    for name in set(sys.modules) - modules:
-        if name.startswith("etude_plugin_"):
-            del sys.modules[name]
+def each_test_has_its_own_plugins(registries_restored: None) -> None:
+    """Every folder here has a plugin of the same names."""
 
 
 @pytest.fixture
