@@ -15,15 +15,29 @@ if TYPE_CHECKING:
     from etude.runs.compare import RunComparison, Standing
 
 ROOT = Path("runs")
+MOST_NAMED = 4
 
 
 def find_runs(wanted: Sequence[str], root: Path = ROOT) -> list[Path]:
     """Return the directories of runs given as names, paths or patterns such as 'digits-*', each once."""
     found: dict[Path, Path] = {}
     for text in wanted:
-        for path in _matching(text, root) if any(sign in text for sign in "*?[") else [find_run(text, root)]:
+        for path in _matching(text, root) if _is_pattern(text, root) else [find_run(text, root)]:
             found.setdefault(path.resolve(), path)
     return list(found.values())
+
+
+def _is_pattern(text: str, root: Path) -> bool:
+    """Tell whether a text is a pattern; what a folder is called is its name, whatever is in it."""
+    return any(sign in text for sign in "*?[") and not any(place.is_dir() for place in (root / text, Path(text)))
+
+
+def _require_runs(paths: Sequence[Path]) -> None:
+    from etude.runs.directory import Run
+
+    strangers = [path for path in paths if not Run(path).exists()]
+    if strangers:
+        raise EtudeError(f"{strangers[0]} is not a run: it has no status, metrics or checkpoints; see: etude runs")
 
 
 def _matching(pattern: str, root: Path) -> list[Path]:
@@ -44,12 +58,9 @@ def _matching(pattern: str, root: Path) -> list[Path]:
 def compare(wanted: Sequence[str], *, metric: str | None, output: Path | None, open_page: bool, as_json: bool) -> None:
     """Compare runs, print the table, and write the page."""
     from etude.runs.compare import compare_runs, write_comparison
-    from etude.runs.directory import Run
 
     runs = find_runs(wanted)
-    strangers = [str(path) for path in runs if not Run(path).exists()]
-    if strangers:
-        raise EtudeError(f"{strangers[0]} is not a run: it has no status, metrics or checkpoints; see: etude runs")
+    _require_runs(runs)
     if len(runs) < 2:
         raise EtudeError("compare takes two runs or more, as names, paths or a pattern such as 'digits-*'")
     comparison = compare_runs(runs, metric)
@@ -83,6 +94,7 @@ def print_comparison(comparison: RunComparison) -> None:
             cost["duration"],
         ))  # fmt: skip
     print_table(("runs", "seeds", stick.title, "95 % interval", "steps", "duration"), rows, right=(1, 2, 4, 5))
+    say(f"{stick.title}: {stick.how}")
     if stick.note:
         say(stick.note)
     for name in comparison.settings[:5]:
@@ -115,10 +127,11 @@ def watch(wanted: Sequence[str], *, port: int, open_page: bool) -> None:
     from etude.simulation.report import evaluation_sections
 
     runs = find_runs(wanted)
-    server = make_server(RunWatch((lambda: runs) if wanted else _running, evaluation_sections), port)
+    _require_runs(runs)
+    server = make_server(RunWatch((lambda: present_runs(wanted)) if wanted else _running, evaluation_sections), port)
     address = f"http://{HOST}:{server.server_address[1]}/"
     with server:
-        say(f"watching {', '.join(str(run) for run in runs) if runs else 'runs/'} at {address} (Ctrl-C ends it)")
+        say(f"watching {_name_some(runs) if runs else 'runs/'} at {address} (Ctrl-C ends it)")
         _flush()
         if open_page:
             import webbrowser
@@ -128,6 +141,25 @@ def watch(wanted: Sequence[str], *, port: int, open_page: bool) -> None:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             say("stopped watching; training goes on")
+
+
+def present_runs(wanted: Sequence[str]) -> list[Path]:
+    """Return the runs that are meant now: more may match a pattern than at first, and some may have been deleted."""
+    from etude.runs.directory import Run
+
+    found: dict[Path, Path] = {}
+    for text in wanted:
+        try:
+            paths = find_runs([text])
+        except EtudeError:
+            continue
+        found |= {path.resolve(): path for path in paths if Run(path).exists() and path.resolve() not in found}
+    return list(found.values())
+
+
+def _name_some(runs: Sequence[Path]) -> str:
+    more = f" and {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""
+    return f"{', '.join(map(str, runs[:MOST_NAMED]))}{more}"
 
 
 def _running() -> list[Path]:

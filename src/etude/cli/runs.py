@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
-from etude.cli.output import print_json, print_table, say
+from etude.cli.output import in_terminal, print_json, print_table, say
 from etude.errors import EtudeError
 
 if TYPE_CHECKING:
     from etude.runs.directory import RunSummary
 
 MOST_METRICS = 3
+HEADS = ("run", "state", "step", "metrics", "started", "duration")
+RIGHT = ("step", "duration")
 
 
 def find_run(run: str, root: Path = Path("runs")) -> Path:
@@ -48,18 +52,52 @@ def print_runs(root: Path, *, as_json: bool) -> None:
     if not summaries:
         say(f"no runs under {root}")
         return
-    rows = [
+    figures = [_main_figures(summary) for summary in summaries]
+    heads: tuple[str, ...] = HEADS
+    rows: list[tuple[str, ...]] = [
         (
             summary.name,
             summary.state,
             "-" if summary.step is None else str(summary.step),
-            _main_figures(summary),
+            "  ".join(found),
             _moment(summary.started),
             format_duration(summary.duration_s),
         )
-        for summary in summaries
+        for summary, found in zip(summaries, figures, strict=True)
     ]
-    print_table(("run", "state", "step", "metrics", "started", "duration"), rows, right=(2, 5))
+    if in_terminal():
+        heads, rows = fit_table(rows, figures, get_terminal_size().columns)
+    print_table(heads, rows, right=[place for place, head in enumerate(heads) if head in RIGHT])
+
+
+def fit_table(
+    rows: Sequence[tuple[str, ...]], figures: Sequence[Sequence[str]], width: int
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return heads and rows for a terminal: a line for each run, what leads and as much else as fits.
+
+    Args:
+        rows: What is told of each run, by `HEADS`.
+        figures: Its metrics, one by one.
+        width: Columns of the terminal.
+    """
+    kept: tuple[str, ...] = HEADS
+    room, least = 0, max(len(parts[0]) for parts in figures)
+    for without in ((), ("started",), ("started", "duration")):
+        kept = tuple(head for head in HEADS if head not in without)
+        widths = [max(len(row[place]) for row in [HEADS, *rows]) for place, head in enumerate(HEADS) if head in kept]
+        room = width - (sum(widths) - widths[HEADS.index("metrics")]) - 3 * len(kept) + 1
+        if room >= least:
+            break
+    shown = []
+    for row, parts in zip(rows, figures, strict=True):
+        text = parts[0]
+        for part in parts[1:]:
+            if len(text) + 2 + len(part) > room:
+                break
+            text += f"  {part}"
+        cells = dict(zip(HEADS, row, strict=True)) | {"metrics": text}
+        shown.append(tuple(cells[head] for head in kept))
+    return kept, shown
 
 
 def make_report(run: str, output: Path | None, *, open_page: bool) -> None:
@@ -79,7 +117,7 @@ def make_report(run: str, output: Path | None, *, open_page: bool) -> None:
         webbrowser.open(path.resolve().as_uri())
 
 
-def _main_figures(summary: RunSummary) -> str:
+def _main_figures(summary: RunSummary) -> list[str]:
     from etude.runs.progress import format_figure
 
     found = [
@@ -87,7 +125,7 @@ def _main_figures(summary: RunSummary) -> str:
         for one in summary.evaluations[:1]
     ]
     found += [f"{name} {format_figure(summary.metrics[name])}" for name in summary.leading]
-    return "  ".join(found[:MOST_METRICS]) or "-"
+    return found[:MOST_METRICS] or ["-"]
 
 
 def _moment(started: object) -> str:

@@ -44,11 +44,9 @@ def view(
 
 def _view_episode(root: str, episode: int, output: Path | None, *, open_page: bool) -> None:
     from etude.data.lerobot.page import write_page
-    from etude.data.lerobot.reader import LeRobotDataset
-    from etude.data.lerobot.source import LeRobotSource
 
-    dataset = LeRobotDataset(LeRobotSource(find(root), cache_gb=0.0, warn=False))
-    target = output or Path("views", f"{dataset.root.resolve().name}-episode-{episode}.html")
+    dataset = _read(root)
+    target = output or Path("views", f"{dataset.name}-episode-{episode}.html")
     say(str(write_page(dataset, episode, target)))
     if open_page:
         _open_in_browser(target.resolve().as_uri())

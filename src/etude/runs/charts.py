@@ -136,6 +136,19 @@ def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [tick for tick in linear_ticks(low, high) if tick > 0]
 
 
+def _step_ticks(x: _Axis) -> list[float]:
+    """Return round steps of an axis; there is no half of one, unless nothing else is on it."""
+    ticks = linear_ticks(x.low, x.high, most=6)
+    whole = [tick for tick in ticks if _tidy(tick).is_integer()]
+    return whole if len(whole) > 1 else ticks
+
+
+def _label(tick: float) -> str:
+    """Write a value for an axis: `1.25e-5`, as eight characters reach out of a card that is as wide as a phone."""
+    mantissa, sign, exponent = format_number(_tidy(tick)).partition("e")
+    return f"{mantissa}e{int(exponent)}" if sign else mantissa
+
+
 def format_step(step: float, largest: float) -> str:
     """Write a step for an axis that ends at `largest`: `500`, `20k`, `1.5M`."""
     for limit, unit, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
@@ -216,13 +229,13 @@ def plan_scatter(
         columns = [(_px(x, place), name) for place, name in enumerate(categories)]
     else:
         ticks = log_ticks(x.low, x.high) if log_x else linear_ticks(x.low, x.high, most=6)
-        columns = [(_px(x, tick), format_number(_tidy(tick))) for tick in ticks]
+        columns = [(_px(x, tick), _label(tick)) for tick in ticks]
     stairs = [(_px(x, step), _py(y, value)) for step, value in trace]
     path = "".join(f"H{left}V{top}" for left, top in stairs[1:])
     return {
         "title": title,
         "box": BOX,
-        "rows": [(_py(y, tick), format_number(_tidy(tick))) for tick in linear_ticks(y.low, y.high)],
+        "rows": [(_py(y, tick), _label(tick)) for tick in linear_ticks(y.low, y.high)],
         "columns": columns,
         "dots": [(_px(x, dot.x), _py(y, dot.y), dot.kind, dot.note) for dot in dots],
         "trace": f"M{stairs[0][0]} {stairs[0][1]}{path}" if stairs else "",
@@ -251,8 +264,8 @@ def _beyond_note(lines: Sequence[Series], beyond: int, has_log: bool) -> str:
 def _plan_scale(x: _Axis, y: _Axis, lines: Sequence[Series], best: _Point | None, buckets: int) -> dict[str, Any]:
     ticks = (log_ticks if y.log else linear_ticks)(y.low, y.high)
     return {
-        "rows": [(_py(y, tick), format_number(_tidy(tick))) for tick in ticks],
-        "columns": [(_px(x, tick), format_step(_tidy(tick), x.high)) for tick in linear_ticks(x.low, x.high, most=6)],
+        "rows": [(_py(y, tick), _label(tick)) for tick in ticks],
+        "columns": [(_px(x, tick), format_step(_tidy(tick), x.high)) for tick in _step_ticks(x)],
         "curves": [_plan_curve(line, x, y, buckets, marked=len(lines) <= LEGEND_UP_TO) for line in lines],
         "best": (_px(x, best[0]), _py(y, best[1])) if best else None,
     }

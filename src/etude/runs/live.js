@@ -1,4 +1,5 @@
 const EVERY_MS = 2000;
+const SAID = document.getElementById("live")?.textContent ?? "";
 let mark = "";
 const take = next => {
   const old = document.querySelector(".page"), isOpen = [...old.querySelectorAll("details")].map(one => one.open);
@@ -24,7 +25,7 @@ const refresh = async () => {
       const found = new DOMParser().parseFromString(await answer.text(), "text/html");
       const next = found.querySelector(".page");
       document.title = found.title; if (next) take(next);
-    } else if (answer.status !== 304 && said) said.textContent = "error " + answer.status;
+    } else if (said) said.textContent = answer.status === 304 ? SAID : "error " + answer.status;
   } catch { if (said) said.textContent = "no answer"; }
 };
 const goOn = async () => { if (!document.hidden) await refresh(); setTimeout(goOn, EVERY_MS); };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -51,11 +52,19 @@ def make_local_server(find: Find, port: int, *, index: str) -> ThreadingHTTPServ
         finder, index_text = staticmethod(find), index
 
     try:
-        server = ThreadingHTTPServer((HOST, port), PageHandler)
+        server = _LocalServer((HOST, port), PageHandler)
     except OSError as error:
         raise ConfigError(f"--port {port} cannot be used: {error.strerror}; --port 0 takes a free one") from None
     server.daemon_threads = True
     return server
+
+
+class _LocalServer(ThreadingHTTPServer):
+    """Says nothing about a browser that leaves before it has its answer: one that loads a page anew does."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _LocalHandler(BaseHTTPRequestHandler):
@@ -65,11 +74,13 @@ class _LocalHandler(BaseHTTPRequestHandler):
     index_text: str
 
     def do_GET(self) -> None:
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        try:
+            host, address = urlsplit(f"//{self.headers.get('Host', '')}").hostname, urlsplit(self.path).path
+        except ValueError:  # a bracket that nothing closes
+            host, address = None, ""
         if host not in (HOST, "localhost"):  # a page elsewhere whose name was made to mean this machine
             self._say(403, "this server answers to 127.0.0.1 and localhost alone")
             return
-        address = urlsplit(self.path).path
         if address == "/favicon.ico":  # browsers ask for it unasked, and complain where there is none
             self._head(204, "image/x-icon", 0)
             return

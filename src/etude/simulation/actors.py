@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -101,8 +102,24 @@ class FunctionActor:
         actions = []
         for seat in seats:
             seed_everything(seat.key)
-            actions.append(np.asarray(self._function(seat.observation)))
+            actions.append(self._checked(self._function(seat.observation), seat.env))
         return actions
+
+    def _checked(self, action: Any, env: Environment) -> Array:
+        """Refuse what is no action of an environment: simulators fail in words of their own, or take NaN in silence."""
+        name = getattr(self._function, "__name__", type(self._function).__name__)
+        try:
+            values = np.asarray(action)
+        except ValueError:  # lists of several lengths
+            values = np.asarray(None)
+        wanted = list(env.spec.with_role("action").values())
+        if values.dtype.kind not in "fiub" or (len(wanted) == 1 and values.size != math.prod(wanted[0].shape)):
+            shape = f" of shape {list(wanted[0].shape)}" if len(wanted) == 1 else "s"
+            told = f"{list(values.shape)}" if values.dtype.kind in "fiub" else repr(action)[:80]
+            raise ConfigError(f"{name} has to return numbers{shape}, the action in {env.task!r}; it returned {told}")
+        if not is_finite(values):
+            raise NonFiniteError(f"{name} chose an action that is not finite: {values}")
+        return values
 
 
 class PolicyActor:

@@ -11,15 +11,16 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from etude.runs.statistics import Z95, student_quantile
+
 if TYPE_CHECKING:
     from etude.simulation.diagnosis import Diagnosis
 
 DIAGNOSIS = ".diagnosis.safetensors"
 """What the file is called that tells why episodes failed, after the results that it belongs to."""
-_Z95 = 1.959963984540054
 
 
-def wilson_interval(successes: int, trials: int, z: float = _Z95) -> tuple[float, float]:
+def wilson_interval(successes: int, trials: int, z: float = Z95) -> tuple[float, float]:
     """Return Wilson's interval of a success rate (95 % unless told); (0, 1) without trials."""
     if trials < 0 or not 0 <= successes <= trials:
         raise ValueError(f"{successes} successes of {trials} trials cannot be")
@@ -42,22 +43,6 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
     reach = student_quantile(count - 1) * deviation / math.sqrt(count)
     return mean - reach, mean + reach
-
-
-def student_quantile(freedom: int, z: float = _Z95) -> float:
-    """Return the 97.5 % quantile of Student's distribution; the first two by their own formulas, others expanded."""
-    if freedom == 1:
-        return math.tan(math.pi * 0.475)
-    if freedom == 2:
-        return float(0.95 * math.sqrt(2 / (1 - 0.95**2)))
-    # Cornish and Fisher's expansion about the normal distribution: within 0.004 from three degrees of freedom on.
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + math.fsum(term / freedom ** (power + 1) for power, term in enumerate(terms))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from etude.cli.main import app
-from etude.cli.runs import find_run
+from etude.cli.runs import find_run, print_runs
 from etude.errors import EtudeError
 from etude.runs.directory import Run
 from etude.simulation.results import EpisodeRow, EvaluationResult
@@ -43,6 +43,24 @@ def test_runs_are_listed_with_state_step_and_main_metrics(folder: Path) -> None:
     assert newest.split()[:3] == ["second", "finished", "10"]
     assert "eval/loss 0.5  eval/accuracy 0.75  train/loss 2" in oldest
     assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize("width", [130, 90, 74])
+def test_each_run_is_a_line_of_the_terminal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    run = make_run("quickstart-pick-act")
+    rows = tuple(EpisodeRow("reach", "x", n, n, n > 20, 10, 0.0) for n in range(50))
+    EvaluationResult(rows, "test", 0).to_json(run.dir / "evaluation/reach-test.json")
+    make_run("b")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("etude.cli.output.in_terminal", lambda: True)
+    monkeypatch.setattr("etude.cli.runs.in_terminal", lambda: True)
+    print_runs(Path("runs"), as_json=False)
+    head, _, *lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert len(lines) == 2 and max(map(len, lines)) <= width
+    assert "success 58.0% (44.2% to 70.6%)" in lines[1], "what leads is never left out"
+    assert ("eval/loss" in lines[1], "started" in head, "duration" in head) == (width > 90, width > 90, width > 74)
 
 
 def test_the_list_leads_with_the_reward_or_with_what_was_evaluated(folder: Path) -> None:

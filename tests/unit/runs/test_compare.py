@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -151,6 +152,36 @@ def test_few_seeds_are_not_judged(folder: Path) -> None:
     assert fast.verdict == "too few seeds to tell (2 and 2, of 3 each)" and not fast.is_real
     _, one = compare_runs(find_runs(["base-0", "fast-0"])).standings
     assert one.verdict == "one run each: nothing tells a difference from chance"
+
+
+def test_three_seeds_that_may_be_chance_are_no_difference_yet(folder: Path) -> None:
+    """All of ours beat all of theirs, which three draws of one distribution do in one case of ten on either side."""
+    for seed, jitter in enumerate((0.0, 0.02, 0.1)):
+        make_run(f"base-{seed}", seed, end=0.5 + jitter)
+        make_run(f"near-{seed}", seed, lr=1e-2, end=0.4 + jitter / 2)
+        make_run(f"far-{seed}", seed, lr=1e-1, end=0.1 + jitter)
+    _, near, far = compare_runs(find_runs(["base-*", "near-*", "far-*"])).standings
+    assert near.difference_interval is not None and near.difference_interval[1] < 0
+    assert (near.is_real, far.is_real, far.verdict) == (False, True, "better")
+    assert near.verdict == "not a difference yet: Student's interval, which suits 3 seeds better, includes 0"
+
+
+def test_an_evaluation_that_all_runs_have_is_found_among_others(folder: Path) -> None:
+    for name, lr, found in (("a", 1.0, {"push": 5, "reach": 40}), ("b", 2.0, {"push": 30}), ("c", 3.0, {"push": 10})):
+        run = make_run(name, lr=lr)
+        for age, (env, successes) in enumerate(found.items()):
+            add_evaluation(run, successes, env=env)
+            os.utime(run / f"evaluation/{env}-test.json", (1e9 + age, 1e9 + age))
+    comparison = compare_runs(find_runs(["a", "b", "c"]))
+    assert [standing.score for standing in comparison.standings] == [0.1, 0.6, 0.2]
+    assert comparison.standings[0].interval == pytest.approx([0.043, 0.214], abs=0.001)
+    printed = runner.invoke(app, ["compare", "a", "b", "c"]).stdout
+    assert "success: Found by `etude evaluate` in push on the test split." in printed
+
+
+def test_a_folder_with_signs_of_a_pattern_in_its_name_is_meant_by_it(folder: Path) -> None:
+    paths = [make_run("lr[1]"), make_run("lr1", lr=2.0)]
+    assert find_runs(["lr[1]", "lr1"]) == paths
 
 
 def test_copies_of_a_run_are_one_seed(folder: Path) -> None:

@@ -29,8 +29,10 @@ from tests.unit.simulation.made_up import made_up_result
 pytestmark = pytest.mark.slow
 EVIL = "<img src=x onerror='document.title=666'><script>document.title=666</script>\"'&"
 # What is wider than the window and does not scroll by itself: what a phone would cut.
-CUT = """return [...document.querySelectorAll("body *")].filter(one => !one.closest("svg, .panel, .filmstrip, pre")
-  && one.getBoundingClientRect().right > innerWidth + 1).map(one => one.tagName + "." + one.className)"""
+CUT = """const root = document.documentElement, width = root.clientWidth;
+  return [...document.querySelectorAll("body *")].filter(one => !one.closest("svg, .panel, .filmstrip, pre")
+  && one.getBoundingClientRect().right > width + 1).map(one => one.tagName + "." + one.className)
+  .concat(root.scrollWidth > width ? ["text, " + root.scrollWidth + " wide"] : [])"""
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +41,19 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield found
 
 
+LONG = f"/home/{'a_path_without_a_space_' * 8}.yaml"
+
+
 def make_run(directory: Path, lr: float = 1e-3, seed: int = 0) -> Run:
     run = Run(directory)
     run.dir.mkdir(parents=True)
     training = {"lr": lr, "seed": seed, "note": EVIL}
     run.config_path.write_text(yaml12.write({"policy": {"type": "mlp"}, "training": training}))
-    run.set_status("running", step=0, parameters=1_234_567, warnings=[EVIL])
+    run.set_status("running", step=0, parameters=1_234_567, warnings=[EVIL, LONG])
     with run.metrics() as metrics:
         for step in range(1, 41):
             metrics.write(step * 10, {"train/loss": math.exp(-lr * 100 * step), f"train/{EVIL}": 1.0 / step})
+            metrics.write(step * 10, {"train/kl": 1.2e-5 + 1e-8 * step})
             if step % 10 == 0:
                 metrics.write(step * 10, {"eval/loss": math.exp(-lr * 90 * step) + seed * 1e-3})
     rows = tuple(EpisodeRow(f"metaworld/{EVIL}", EVIL, n, n, n > 9, 10, 0.0) for n in range(50))

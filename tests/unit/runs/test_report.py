@@ -240,6 +240,18 @@ def test_smoothing_does_not_lag_and_keeps_a_line_straight() -> None:
     assert smooth(line) == pytest.approx(line)
 
 
+def test_there_is_no_half_of_a_step_on_an_axis() -> None:
+    for last, steps in ((15, ["5", "10", "15"]), (3, ["1", "2", "3"]), (1.4, ["0.25", "0.5", "0.75", "1", "1.25"])):
+        chart = plan_chart("a", [Series("a", [0.1, last], [1.0, 2.0])])
+        assert [text for _, text in chart["scales"]["linear"]["columns"]] == steps
+
+
+def test_labels_of_small_values_are_short() -> None:
+    chart = plan_chart("a", [Series("a", [1, 2], [1.2e-5, 1.29e-5])])
+    labels = [text for _, text in chart["scales"]["linear"]["rows"]]
+    assert "1.25e-5" in labels and max(map(len, labels)) <= 7
+
+
 @pytest.mark.parametrize("low,high", [(0, 1), (-3, 7), (0.00012, 0.00013), (1e6, 5e6), (1e-300, 2e-300)])
 def test_linear_ticks_are_few_inside_and_even(low: float, high: float) -> None:
     ticks = linear_ticks(low, high)

@@ -12,6 +12,7 @@ from etude.runs.statistics import (
     improvement_probability,
     interquartile_mean,
     interval_difference,
+    student_difference,
 )
 from etude.simulation.results import wilson_interval
 
@@ -65,6 +66,15 @@ def test_a_difference_is_one_only_beyond_its_interval() -> None:
     apart, (low, high) = aggregate_difference(ours, [[0.5], [0.52], [0.51], [0.49]])
     assert apart == pytest.approx(0.3)
     assert 0.25 < low < high < 0.35
+
+
+def test_few_runs_differ_as_welch_says() -> None:
+    """27.5, 21, 19 against 27.1, 22, 20.8: t = -0.268 of 3.54 degrees of freedom, which are rounded down."""
+    low, high = student_difference([[27.5], [21.0], [19.0]], [[27.1], [22.0], [20.8]])
+    spread = (19.75 + 11.083) / 3
+    assert (low + high) / 2 == pytest.approx(-0.8)
+    assert (high - low) / 2 == pytest.approx(3.1824 * spread**0.5, rel=0.01)
+    assert student_difference([[1.0, 3.0], [2.0, 2.0]], [[1.0, 1.0], [1.0, 1.0]]) == (1.0, 1.0), "runs that agree"
 
 
 def test_success_rates_differ_as_newcombe_published() -> None:

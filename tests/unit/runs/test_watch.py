@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +17,8 @@ from urllib.parse import quote
 
 import pytest
 
-from etude.errors import ConfigError
+from etude.cli.looking import present_runs, watch
+from etude.errors import ConfigError, EtudeError
 from etude.runs.directory import Run
 from etude.runs.watch import RunWatch, make_server
 from tests.served import ServedPages
@@ -115,9 +119,44 @@ def test_names_cannot_speak_to_the_page(served: ServedPages, runs: list[Path], t
     assert read(served, f"/run/{quote(evil, safe='')}")[0] == 200
 
 
+def test_a_browser_that_leaves_and_nonsense_are_not_worth_a_word(
+    served: ServedPages, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(5):
+        line = socket.create_connection(("127.0.0.1", served.port), timeout=60)
+        line.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+        line.close()
+    assert read(served, "/", Host="[::1")[0] == 403
+    assert read(served, "/")[0] == 200
+    assert capfd.readouterr().err == ""
+
+
 def test_a_port_that_is_taken_is_one_sentence(served: ServedPages) -> None:
     with pytest.raises(ConfigError, match="--port 0 takes a free one"):
         make_server(RunWatch(list, lambda run: []), served.port)
+
+
+def test_runs_that_match_later_appear_and_deleted_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = make_run(tmp_path / "runs/lr-1")
+    with ServedPages(make_server(RunWatch(lambda: present_runs(["lr-*"]), lambda run: []), 0)) as served:
+        assert "<h1>lr-1</h1>" in read(served, "/")[1]
+        make_run(tmp_path / "runs/lr-2")
+        make_run(tmp_path / "runs/unasked")
+        text = " ".join(Page(read(served, "/")[1]).text)
+        assert "lr-1" in text and "lr-2" in text and "unasked" not in text
+        shutil.rmtree(first.dir)
+        assert "<h1>lr-2</h1>" in read(served, "/")[1]
+        shutil.rmtree(tmp_path / "runs/lr-2")
+        assert "No run yet" in read(served, "/")[1]
+
+
+def test_a_folder_that_is_no_run_is_not_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    with pytest.raises(EtudeError, match="configs is not a run"):
+        watch(["configs"], port=0, open_page=False)
 
 
 @pytest.mark.slow

@@ -96,6 +96,22 @@ def test_a_function_may_act_and_is_told_of_new_episodes() -> None:
     assert evaluate_policy(Counter(), PENDULUM, slots=8, **SHORT) == one
 
 
+@pytest.mark.parametrize("returned", [np.zeros(7), "left", None, [[1.0], [1.0, 2.0]]])
+def test_a_function_that_returns_no_action_is_told_so(returned: Any) -> None:
+    def steer(observation: Any) -> Any:
+        return returned
+
+    with pytest.raises(
+        ConfigError, match=r"^steer has to return numbers of shape \[1\], the action in .*; it returned"
+    ):
+        evaluate_policy(steer, PENDULUM, **SHORT)
+
+
+def test_a_function_that_returns_nan_is_not_taken_for_one_that_fails() -> None:
+    with pytest.raises(NonFiniteError, match="chose an action that is not finite"):
+        evaluate_policy(lambda _: np.full(1, np.nan), PENDULUM, **SHORT)
+
+
 def test_latencies_and_rates_are_told(mlp: PolicyModule) -> None:
     timing = evaluate_policy(mlp, PENDULUM, workers=2, **SHORT).timing
     assert timing["env_steps"] == 9 * 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 import subprocess
@@ -15,8 +16,10 @@ from urllib.parse import quote
 import av
 import numpy as np
 import pytest
+from PIL import Image
 
 from etude.data.lerobot import LeRobotDataset, LeRobotWriter, view_page
+from etude.data.lerobot.page import write_page
 from etude.data.lerobot.rerun_file import write_rerun
 from etude.data.lerobot.video import cut_video
 from etude.data.lerobot.view_page import why_too_large, write_view
@@ -126,6 +129,32 @@ def test_a_missing_or_broken_video_is_said_in_the_page(tmp_path: Path) -> None:
     page, _ = write(root, tmp_path / "d.html")
     assert "no such file" in parts_of(page)["part-0"]["cameras"][0]["why"]
     assert "missing videos" in page and parts_of(page)["part-0"]["cameras"][1]["kind"] == "pictures"
+
+
+def test_one_episode_of_a_dataset_that_training_refuses_is_shown(tmp_path: Path) -> None:
+    made = smooth(3, 20)
+    made["observation.state"][5, 1] = np.nan
+    root = write_plain(tmp_path / "nan", {**made, "next.reward": made["action"][:, :1]})
+    for episode in (0, 1):
+        page = write_page(ViewedDataset(root), episode, tmp_path / "one.html").read_text()
+        assert ("1 value not finite" in " ".join(" ".join(Page(page).text).split())) == (episode == 0)
+        assert "<h3>next.reward</h3>" in page
+    root = record(tmp_path / "d", cameras=True)
+    next(root.glob("videos/**/*.mp4")).unlink()
+    page = write_page(ViewedDataset(root), 1, tmp_path / "one.html").read_text()
+    assert "no such file" in page and page.count("data:image/png;base64") == 5, "the pictures of the other camera"
+
+
+def test_the_pictures_of_one_episode_are_its_own(tmp_path: Path) -> None:
+    root = record(tmp_path / "d", cameras=True)
+    page = write_page(ViewedDataset(root), 1, tmp_path / "one.html").read_text()
+    first = re.findall(r"data:image/jpeg;base64,([^\"]+)", page)
+    assert len(first) == 5
+    shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(first[3]))), dtype=np.float64)
+    source = LeRobotDataset(root, [1]).source
+    camera = next(name for name in source.info.cameras if source.info.features[name].dtype == "video")
+    stored = source.columns[camera][source.episodes.rows([1])[3:4]]
+    assert np.abs(np.asarray(stored)[0].transpose(1, 2, 0) - shown).mean() < 8
 
 
 def test_what_is_no_dataset_is_one_sentence(tmp_path: Path) -> None:
