@@ -66,6 +66,20 @@ def test_a_sweep_tries_records_and_says_what_it_found() -> None:
 
 
 @pytest.mark.slow
+def test_a_grid_tries_what_another_sampler_has_left_of_it() -> None:
+    grid = ["training.lr=1e-3,1e-4", "training.batch_size=8,16", "training.weight_decay=range(0,0.3,0.1)"]
+    before, _ = make_driver(grid, trials=5, sampler="random")
+    run_queue(before, 1, NEVER)
+    found = {tuple(one.values.values()) for one in before.study.records()}
+    driver, _ = make_driver(grid, trials=99, sampler="grid")
+    size = driver.study.grid_size
+    assert run_queue(driver, 1, NEVER) == "finished"
+    records = driver.study.records()
+    assert len(records) == size == 5 + 16 - len(found)
+    assert len({tuple(one.values.values()) for one in records}) == 16
+
+
+@pytest.mark.slow
 def test_the_same_seed_suggests_the_same_trials_also_after_a_stop() -> None:
     whole, _ = make_driver(trials=4, name="whole")
     run_queue(whole, 1, NEVER)
