@@ -127,6 +127,8 @@ class _Telling:
         self._quiet, self._said_s, self._steps = quiet, 0.0, 0
 
     def tell(self, session: RobotSession, tally: ControlTally) -> None:
+        from etude.deploy.robot import ask_robot
+
         if tally.steps < self._steps:  # another episode
             self._said_s, self._steps = 0.0, 0
         passed_s = tally.seconds - self._said_s
@@ -135,7 +137,7 @@ class _Telling:
         rate = (tally.steps - self._steps) / passed_s
         self._said_s, self._steps = tally.seconds, tally.steps
         latency, clamps = session.planner.latency, tally.clamped_position + tally.clamped_speed
-        success = getattr(session.robot, "success", None)
+        success = ask_robot(session.robot, "success", None, bool)
         text = (
             f"{tally.seconds:5.0f} s  {rate:6.1f} Hz  inference p50 {latency.percentile_ms(0.5):.1f} ms "
             f"p99 {latency.percentile_ms(0.99):.1f} ms  misses {tally.missed}  clamps {clamps}"

@@ -47,13 +47,16 @@ def stress(source: str, asked: StressOptions) -> None:
     load_plugins(list(asked.plugins))
     options = read_options(asked.settings, None, None)
     policy = find_policy(source, asked.which)
+    from etude.data.lerobot.commit import require_own_folder
     from etude.redteam.robot.demonstrations import require_expert
     from etude.redteam.robot.results import STRESS_FILE
     from etude.redteam.robot.stress import stress_policy
     from etude.runs.durable import require_place
 
-    if asked.to_dataset is not None:
+    if asked.to_dataset is not None:  # before the search rather than after it
         require_expert(asked.env, options)
+        require_own_folder(asked.to_dataset)
+        require_place(asked.to_dataset / "README.md")
     folder = asked.output or default_output(source).parent / "stress" / plain_name([asked.env])
     require_place(folder / STRESS_FILE)
     with _CountingSearches(asked.episodes) as telling:

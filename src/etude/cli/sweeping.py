@@ -235,6 +235,7 @@ def train_seeds(config: Path, overrides: list[str], seeds: str, jobs: int, mode:
         )
         length = {key: training.get(key) for key in LENGTH}
         queue = SeedQueue(place, stem, command, wanted, length, jobs, _say_at_once)
+        queue.require_no_longer()
         _say_at_once(f"training {len(wanted)} {'seeds' if len(wanted) > 1 else 'seed'} into {place.folder}")
         show_log()
         with StopSignals() as signals:

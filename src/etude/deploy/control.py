@@ -15,7 +15,7 @@ import numpy as np
 
 from etude.deploy.lanes import Call, Clock, Lane
 from etude.deploy.planner import ChunkPlanner
-from etude.deploy.robot import HOLDS, ActionLimits, Array, Limited, Robot, robot_name
+from etude.deploy.robot import HOLDS, ActionLimits, Array, Limited, Robot, ask_robot, robot_name
 from etude.errors import ConfigError, ControlError, EtudeError, RobotError, one_line
 
 OBSERVE, INFERENCE, ACT, LATE = "observe", "inference", "act", "late"
@@ -208,7 +208,10 @@ class ControlLoop:
             raise
         finally:
             trouble = self.stop()
-            self.tally.success = getattr(self.robot, "success", None)
+            try:
+                self.tally.success = ask_robot(self.robot, "success", None, bool)
+            except EtudeError as silent:
+                trouble = trouble or str(silent).removeprefix(f"{self._name}: ")
             if trouble:
                 self.tally.ended += f"{'; ' if self.tally.ended else ''}{trouble}"
                 if error is not None:
@@ -295,7 +298,7 @@ class ControlLoop:
             if self._wants_stop():
                 self.tally.ended = "asked to stop"
                 break
-            if getattr(self.robot, "is_done", False) and not is_first:
+            if not is_first and ask_robot(self.robot, "is_done", False, bool):
                 self.tally.ended = "done"
                 break
             if skipped := math.floor((self._clock.now() - due_s) / period_s):
@@ -367,7 +370,7 @@ class ControlLoop:
             return None
         self._pending = None
         observation = self._understood(self._answer(call))
-        age_s = float(getattr(self.robot, "age_s", 0.0))
+        age_s = ask_robot(self.robot, "age_s", 0.0, float)
         if age_s > self.settings.oldest_s:
             missed.append(OBSERVE)
             return None
@@ -380,7 +383,10 @@ class ControlLoop:
             kind = type(observation).__name__
             raise RobotError(f"{self._name}: observe() returned a {kind}; it returns arrays by feature name")
         # Copies: drivers fill the same buffer again, while a plan is computed from it and a recording written.
-        return {str(name): np.array(value) for name, value in observation.items()}
+        try:
+            return {str(name): np.array(value) for name, value in observation.items()}
+        except ValueError as error:
+            raise RobotError(f"{self._name}: observe() returned what is no array: {one_line(error)}") from error
 
     def _limit(self, action: Array) -> Limited:
         if action.dtype.kind != "f":

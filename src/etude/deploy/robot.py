@@ -186,6 +186,25 @@ def _registered_by(file: str) -> str:
     raise ConfigError(f"robot {file!r}: the file {told}; name its class as {file}:Class")
 
 
+def ask_robot(robot: Any, what: str, default: Any, read: Callable[[Any], Any]) -> Any:
+    """Return what a robot says of itself, as an attribute or a method; raise `RobotError` where that fails.
+
+    Args:
+        robot: The robot.
+        what: The attribute.
+        default: What holds where it has none, or None.
+        read: Makes a value of what it says.
+    """
+    try:
+        found = getattr(robot, what, None)
+        found = found() if callable(found) else found
+        return default if found is None else read(found)
+    except EtudeError:
+        raise
+    except Exception as error:
+        raise RobotError(f"{robot_name(robot)}: {what} failed: {type(error).__name__}: {one_line(error)}") from error
+
+
 def robot_name(robot: Any) -> str:
     """Return how messages call a robot."""
     return str(getattr(robot, "name", None) or type(robot).__name__)

@@ -17,7 +17,7 @@ from etude.deploy.lanes import SystemClock, ThreadLane
 from etude.deploy.planner import ChunkPlanner
 from etude.deploy.recorder import RobotRecorder
 from etude.deploy.robot import ActionLimits, Array, Robot, robot_name
-from etude.errors import ConfigError, EtudeError, Interrupted, RobotError
+from etude.errors import ConfigError, EtudeError, Interrupted, RobotError, one_line
 from etude.policies.spec import condense
 from etude.rng import generators_kept
 from etude.simulation.seeds import episode_seed
@@ -110,7 +110,7 @@ class RobotSession:
         connecting: Any = getattr(robot, "connect", None)
         closing: Any = getattr(robot, "close", None)
         if closing is not None:
-            stack.callback(self._close, closing, lanes[2])
+            stack.push(lambda kind, error, trace: self._close(closing, lanes[2], error))
         if connecting is not None:
             self._connect(lanes[0], connecting)
             if self._signal:
@@ -178,10 +178,25 @@ class RobotSession:
         except Exception as error:
             raise RobotError(f"{self._name}: connect() failed: {type(error).__name__}: {error}") from error
 
-    def _close(self, closing: Callable[[], Any], lane: ThreadLane) -> None:
-        call = lane.start("close", closing)
-        if call.wait(SystemClock().now() + 2 * self.settings.stop_s):
-            call.result()
+    def _close(self, closing: Callable[[], Any], lane: ThreadLane, error: BaseException | None) -> None:
+        """Switch the robot off; a fault in that comes after the reason for which it ends."""
+        call, limit_s = lane.start("close", closing), 2 * self.settings.stop_s
+        if not call.wait(SystemClock().now() + limit_s):
+            trouble = f"close() did not return within {limit_s:g} s; its motors may still be on"
+        else:
+            try:
+                call.result()
+                return
+            except Exception as fault:  # noqa: BLE001 - a robot may fail in any way
+                trouble = f"close() failed: {type(fault).__name__}: {one_line(fault)}"
+        if error is None:
+            raise RobotError(f"{self._name}: {trouble}")
+        if isinstance(error, Interrupted):
+            error.message += f"; {trouble}"
+        elif isinstance(error, EtudeError):
+            error.args = (f"{error}; {trouble}",)
+        else:
+            error.add_note(trouble)
 
     def _checked_limits(self, action: Feature) -> ActionLimits:
         size = 1

@@ -107,6 +107,8 @@ def _checked(name: str, value: Any, feature: Feature) -> np.ndarray:
             raise DataError(f"{name} holds {value.dtype}; images are uint8")
     if feature.role == "task":
         return _checked_task(name, value, feature)
+    if value.dtype.kind not in "biuf":
+        raise DataError(f"{name} holds {value.dtype}; give numbers")
     if value.shape not in shapes:
         raise DataError(f"{name} has shape {value.shape}, this policy sees {' or '.join(map(str, shapes))}")
     if value.dtype.kind == "f" and not np.isfinite(value).all():

@@ -50,8 +50,11 @@ class Measured:
 
     def interval_text(self) -> str:
         """Write the interval for people; nothing if there is none."""
-        form = format_number if self.success is None else format_percent
-        return "" if self.interval is None else format_interval([float(f"{end:.4g}") for end in self.interval], form)
+        if self.interval is None:
+            return ""
+        if self.success is not None:  # rounded once: 93.85 % is 93.9 % everywhere
+            return format_interval(self.interval, format_percent)
+        return format_interval([float(f"{end:.4g}") for end in self.interval])
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ class SweepDriver:
 def show_values(record: TrialRecord, space: SearchSpace) -> str:
     """Write the values of a trial for people, each with the last part of its key."""
     keys = [one.key for one in space.parameters]
-    short = {key: key.rpartition(".")[2] for key in keys}
+    short = {key: re.sub(r"^.*\.(?=[^.]*[^.\d])", "", key) for key in keys}  # hidden.0, and not 0
     names = {key: word if list(short.values()).count(word) == 1 else key for key, word in short.items()}
     return " ".join(f"{names[key]}={show_number(record.values[key])}" for key in keys if key in record.values)
 

@@ -69,6 +69,17 @@ class SeedQueue:
         training = run.read_config().get("training") or {}
         return run.state() == "finished" and {key: training.get(key) for key in LENGTH} == self.length
 
+    def require_no_longer(self) -> None:
+        """Refuse a length that a run is beyond: it cannot go back, and would be compared as what it is not."""
+        most = None if self.length.get("duration") else self.length.get("training_steps")
+        for seed in self.seeds:
+            step = self.run_of(seed).status().get("step")
+            if isinstance(most, int) and isinstance(step, int) and step > most:
+                raise ConfigError(
+                    f"{self.run_of(seed).dir} was trained for {step:,} steps already, which is more than {most:,}; ask "
+                    f"for training.training_steps={step} or more, or name this one with -t NAME"
+                )
+
     def next(self) -> TrainingProcess | None:
         """Return what to start next; None if nothing is left."""
         while self._next < len(self.seeds):
@@ -96,7 +107,9 @@ class SeedQueue:
         ending = f"  ETA {format_duration(eta_s)}" if left else ""
         if code:
             self.failures[seed] = process.complaint()
-        told = f"failed: {self.failures[seed]}" if code else last_words(process.directory)
+        elif not self.is_done(seed):
+            self.failures[seed] = "it was trained for longer before; ask for that length, or take -t NAME"
+        told = f"failed: {self.failures[seed]}" if seed in self.failures else last_words(process.directory)
         self.say(f"seed {seed} ({self._ended}/{len(self.seeds)})  {told}{ending}")
         alike = {re.sub(r"\d+", "#", complaint) for complaint in self.failures.values()}
         if len(self.failures) == ALIKE_TO_STOP == self._ended and len(alike) == 1:

@@ -73,8 +73,18 @@ class TrialStudy:
 
     @property
     def grid_size(self) -> int | None:
-        """How many trials a grid has; None if it is none."""
-        return len(self._grid) or None
+        """How many trials there are once a grid is complete; None if it is none."""
+        return len(self.study.get_trials(deepcopy=False)) + len(self._grid_left()) if self._grid else None
+
+    def _grid_left(self) -> list[dict[str, Any]]:
+        """Return the combinations that no trial has: those before may have been chosen by another sampler."""
+
+        def written(values: Mapping[str, Any]) -> tuple[str, ...]:
+            return tuple(one.write(values[one.key]) for one in self.space.parameters if one.key in values)
+
+        known = self.study.get_trials(deepcopy=False)
+        tried = {written({**one.system_attrs.get("fixed_params", {}), **one.params}) for one in known}
+        return [values for values in self._grid if written(values) not in tried]
 
     def records(self) -> list[TrialRecord]:
         """Return every trial, in order."""
@@ -97,9 +107,10 @@ class TrialStudy:
         waiting = [one.number for one in known if one.state.name == "WAITING"]  # noted, and killed before it began
         number = waiting[0] if waiting else len(known)
         if self._grid and not waiting:
-            if number >= len(self._grid):
+            left = self._grid_left()
+            if not left:
                 return None
-            self.study.enqueue_trial(self._grid[number])
+            self.study.enqueue_trial(left[0])
         # Randomness is a function of the seed and the number: a sweep that goes on suggests what it would have.
         self.study.sampler = self._make_sampler(number)
         return self._suggest(self.study.ask())

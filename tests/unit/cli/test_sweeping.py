@@ -164,6 +164,8 @@ def test_seeds_are_trained_once_each_and_compared(monkeypatch: pytest.MonkeyPatc
     assert (Path("runs/x-seeds/x-seed-1") / OUTPUT).read_text() == "begins after step 0\n", "not repeated"
     with pytest.raises(ConfigError, match=r"training.lr was 0.001 and is 0.002; .* -t NAME"):
         run("train", "x.yaml", "training.lr=2e-3", "--seeds", "2")
+    with pytest.raises(ConfigError, match=r"x-seed-0 was trained for 40 steps already, .*=40 or more, .* -t"):
+        run("train", "x.yaml", "training.training_steps=20", "--seeds", "9,0")
     with pytest.raises(ConfigError, match="leave one of them out"):
         run("train", "x.yaml", "training.seed=2", "--seeds", "2")
     with pytest.raises(EtudeError, match="2 of 2 seeds failed; seed 0: the loss is nan"):

@@ -351,3 +351,41 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], match
 def test_a_lead_beyond_the_chunk_is_refused() -> None:
     with pytest.raises(ConfigError, match="--lead must be below the 8 actions of a chunk"):
         Pretence(lead=8)
+
+
+@pytest.mark.parametrize(
+    "what, value, match",
+    [
+        ("is_done", lambda: float("no"), "counter: is_done failed: ValueError"),
+        ("age_s", "new", "counter: age_s failed: ValueError"),
+        ("success", np.zeros(2), "counter: success failed: ValueError"),
+    ],
+)
+def test_what_a_robot_says_of_itself_may_fail_like_its_calls(what: str, value: Any, match: str) -> None:
+    pretence = Pretence()
+    setattr(pretence.robot, what, value)
+    with pytest.raises(RobotError, match=match):
+        pretence.run()
+    assert pretence.robot.stops == 1
+
+
+def test_methods_say_the_same_as_attributes() -> None:
+    pretence = Pretence()
+    pretence.robot.is_done = lambda: len(pretence.robot.commands) == 7  # type: ignore[attr-defined]
+    pretence.robot.success = lambda: np.bool_(True)  # type: ignore[attr-defined]
+    tally = pretence.run(None)
+    assert (tally.steps, tally.ended, tally.to_dict()["success"]) == (7, "done", True)
+
+
+@pytest.mark.parametrize(
+    "seen, error, match",
+    [
+        (["a"], DataError, "observation.state holds <U1; give numbers"),
+        ([[1.0, 2.0], [3.0]], RobotError, "observe.. returned what is no array"),
+    ],
+)
+def test_an_observation_that_is_no_number_is_told(seen: Any, error: type[Exception], match: str) -> None:
+    pretence = Pretence()
+    pretence.robot.observe = lambda: {"observation.state": seen}  # type: ignore[method-assign]
+    with pytest.raises(error, match=match):
+        pretence.run()

@@ -252,7 +252,9 @@ CANNOT = {
     ),
     "head 'transformer'": (Diffusion(horizon=16, head="transformer", n_layers=1, hidden_dim=16), make_spec()),
     "v_prediction": (Diffusion(**SMALL_UNET, prediction_type="v_prediction"), make_spec()),
-    "noise_scale cannot": (Diffusion(**SMALL_UNET, sampler="ddim", noise_scale=0.5), make_spec()),
+    "noise_scale: 0.5 cannot be .*; set noise_scale: 1": (
+        Diffusion(**SMALL_UNET, sampler="ddim", noise_scale=0.5), make_spec()
+    ),
     "n_groups: 4": (Diffusion(**SMALL_UNET, n_groups=4), make_spec()),
     "multiple of 4": (Diffusion(**{**SMALL_UNET, "horizon": 6}), make_spec()),
     "num_inference_steps: 5 of 100": (Diffusion(**SMALL_UNET, num_inference_steps=5), make_spec()),
@@ -278,6 +280,19 @@ def edit(path: Path, change: Any) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
+
+
+@pytest.mark.slow
+def test_a_trained_policy_of_less_noise_is_written_once_its_saved_config_says_all_of_it(tmp_path: Path) -> None:
+    policy = built(Diffusion(**SMALL_UNET, sampler="ddim", like_diffusers=True, noise_scale=0.5), make_spec())
+    policy.save_pretrained(tmp_path / "own")
+    edit(tmp_path / "own" / CONFIG, lambda config: config["params"].update(noise_scale=1))
+    done = CliRunner().invoke(
+        app, ["export", str(tmp_path / "own"), "--format", "lerobot", "--output", str(tmp_path / "theirs")]
+    )
+    assert done.exit_code == 0, done.output
+    assert load_policy(tmp_path / "own").options.noise_scale == 1
+    assert import_lerobot(tmp_path / "theirs").options.noise_scale == 1
 
 
 CONFIG, BEFORE = "config.json", "policy_preprocessor.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,26 @@ def test_a_robot_that_hangs_is_noticed_and_its_process_ended(policy: PolicyModul
         )  # fmt: skip
     assert len(LeRobotDataset(tmp_path / "trial"))
     assert robot._process is not None and robot._process.poll() is not None
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_robot_that_cannot_be_switched_off_is_told_of(policy: PolicyModule, hangs: bool) -> None:
+    gone = threading.Event()
+
+    class Stuck(StillRobot):
+        def close(self) -> None:
+            if not hangs:
+                raise OSError("port is gone")
+            gone.wait(60)
+
+    says = (
+        "close.. did not return within 0.2 s; its motors may still be on" if hangs else "close.. failed: OSError: port"
+    )
+    with pytest.raises(RobotError, match=says):
+        run(policy, Stuck(), settings={"stop_s": 0.1})
+    with pytest.raises(ConfigError, match=f"lies above high.*; {says}"):
+        run(policy, Stuck(), settings={"stop_s": 0.1}, limits=ActionLimits(low=1.0, high=0.0))
+    gone.set()
 
 
 def test_an_environment_that_cannot_be_made_says_why(policy: PolicyModule) -> None:

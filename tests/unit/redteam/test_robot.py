@@ -303,8 +303,11 @@ def test_the_command_says_what_is_wrong_in_one_sentence(tmp_path: Path, monkeypa
     for more, said in {
         ("--disturb", "wind"): "there is no disturbance 'wind'",
         ("--env", "gym:CartPole-v1", "--to-dataset", "d"): "gym:CartPole-v1 comes without an expert",
+        ("--to-dataset", "."): "holds 'own.py' and is no dataset; record into a folder of its own",
+        ("--to-dataset", "own.py"): "cannot use own.py/README.md: ",
+        ("--option", "width=wide"): "gate: width: expected a number, got 'wide'",
     }.items():
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises((ConfigError, DataError), match=said):
             CliRunner().invoke(
                 app, ["redteam", "robot", "own.py:lazy", "--env", "gate", *more], catch_exceptions=False
             )  # fmt: skip

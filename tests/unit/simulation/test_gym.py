@@ -131,7 +131,7 @@ def test_names_are_cut_at_the_first_mark() -> None:
     [
         ("gym:Nope-v9", {}, "Nope"),
         ("gym:FrozenLake-v1", {}, "observes Discrete"),
-        ("pusht", {"observe": "smell"}, "keypoints, pose, pixels"),
+        ("pusht", {"observe": "smell"}, "'keypoints', 'pose' or 'pixels'"),
         ("aloha/transfer-cub", {}, "did you mean 'transfer-cube'"),
         ("aloha/insertion", {"cameras": ["left"]}, "top, angle"),
         ("nowhere/x", {}, "unknown environment 'nowhere'"),

@@ -123,6 +123,9 @@ def test_success_ends_an_episode_and_time_truncates_it() -> None:
         if outcome.done:
             break
     assert (outcome.success, outcome.terminated, outcome.truncated) == (True, True, False)
+    for steps, said in (("many", "expected a whole number"), (0, "at least 1, got 0"), (-3, "at least 1, got -3")):
+        with pytest.raises(ConfigError, match=f"metaworld: max_steps.*{said}"):
+            make_environment("metaworld/reach", max_steps=steps)
     short = MetaWorld("reach", max_steps=3)
     short.reset(0)
     outcomes = [short.step(np.zeros(4)) for _ in range(3)]

@@ -12,12 +12,12 @@ import pytest
 
 from etude.errors import EtudeError
 from etude.runs.directory import Run
-from etude.sweep.driver import SweepDriver, SweepPlan
+from etude.sweep.driver import SweepDriver, SweepPlan, show_values
 from etude.sweep.objective import Objective
 from etude.sweep.plan import SweepFolder
 from etude.sweep.processes import OUTPUT, TrainingProcess, run_queue
 from etude.sweep.space import parse_space
-from etude.sweep.study import TrialStudy
+from etude.sweep.study import TrialRecord, TrialStudy
 from tests.unit.runs.strict_page import Page
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -63,6 +63,20 @@ def test_a_sweep_tries_records_and_says_what_it_found() -> None:
     page = Page((Path("runs/s") / "sweep.html").read_text())
     assert "trial-0002/report.html" in page.attributes("href")
     assert (Path("runs/s/trial-0002/report.html")).is_file()
+
+
+@pytest.mark.slow
+def test_a_grid_tries_what_another_sampler_has_left_of_it() -> None:
+    grid = ["training.lr=1e-3,1e-4", "training.batch_size=8,16", "training.weight_decay=range(0,0.3,0.1)"]
+    before, _ = make_driver(grid, trials=5, sampler="random")
+    run_queue(before, 1, NEVER)
+    found = {tuple(one.values.values()) for one in before.study.records()}
+    driver, _ = make_driver(grid, trials=99, sampler="grid")
+    size = driver.study.grid_size
+    assert run_queue(driver, 1, NEVER) == "finished"
+    records = driver.study.records()
+    assert len(records) == size == 5 + 16 - len(found)
+    assert len({tuple(one.values.values()) for one in records}) == 16
 
 
 @pytest.mark.slow
@@ -171,6 +185,14 @@ def test_a_deadline_leaves_what_runs_to_another_time(monkeypatch: pytest.MonkeyP
     driver, _ = make_driver()
     assert run_queue(driver, 1, NEVER, deadline_s=0.0) == "timeout"
     assert [one.state for one in driver.study.records()] == ["running"]
+
+
+def test_values_are_shown_with_the_last_word_of_their_key() -> None:
+    space = parse_space(["training.lr=1,2", "policy.params.hidden.0=32,64", "a.every=1,2", "b.every=3,4"])
+    record = TrialRecord(
+        0, "finished", {"training.lr": "1", "policy.params.hidden.0": "32", "a.every": "2", "b.every": "3"}
+    )
+    assert show_values(record, space) == "lr=1 hidden.0=32 a.every=2 b.every=3"
 
 
 def test_the_journal_holds_no_pickle() -> None:

@@ -180,7 +180,10 @@ def read_info(root: Path) -> Info:
             f"ENV --root {root} (for a preset, `etude list presets NAME` shows the whole command)"
         )
     if not path.exists() and (root / RECORDING_DIR).is_dir():
-        raise DataError(f"{root}: the recording is not finished; open it with LeRobotWriter and call finalize()")
+        raise DataError(
+            f"{root}: the recording is not finished; go on with the command that began it, which keeps whole episodes, "
+            "or open it with LeRobotWriter and call finalize()"
+        )
     raw = read_json(path, "the description of the dataset")
     if not isinstance(raw, dict):
         raise DataError(f"{path}: must hold an object, got {type(raw).__name__}")

@@ -116,7 +116,11 @@ def _diffusion_config(policy: PolicyModule, params: Mapping[str, Any], features:
     if params["prediction_type"] == "v_prediction":
         raise ConfigError("LeRobot's Diffusion predicts epsilon or sample; v_prediction cannot be written there")
     if params["noise_scale"] != 1:
-        raise ConfigError("LeRobot's Diffusion begins with noise as in training; noise_scale cannot be written there")
+        raise ConfigError(
+            f"LeRobot's Diffusion begins with noise as in training; noise_scale: {params['noise_scale']:g} cannot be "
+            "written there; set noise_scale: 1 (which changes no weights) in the config.json of the saved policy, and "
+            "evaluate it again"
+        )
     if params["n_groups"] != GROUPS:
         raise ConfigError(
             f"LeRobot's UNet ends in {GROUPS} groups; n_groups: {params['n_groups']} cannot be written there"

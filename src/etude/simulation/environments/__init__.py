@@ -18,22 +18,28 @@ def make_environment(name: str, **options: Any) -> Environment:
         name: Key in the environment registry, and after a slash or a colon what it takes as its first argument.
         options: Further parameters of the environment; `etude list environments KEY` shows them.
     """
+    from etude.reading.check import check_value
     from etude.reading.suggest import did_you_mean
     from etude.registry import ENVIRONMENT_REGISTRY
     from etude.simulation.environments.rendering import load_triton
 
     key, rest = split_name(name)
     constructor = ENVIRONMENT_REGISTRY.get(key)
-    known = [parameter.name for parameter in ENVIRONMENT_REGISTRY.signature(key).parameters]
-    for option in options:
-        if option not in known:
-            near = did_you_mean(option, known)
-            raise ConfigError(f"{key} has no option {option!r}{near or ';'} It has {', '.join(known)}")
-    missing = [p.name for p in ENVIRONMENT_REGISTRY.signature(key).parameters if p.required and p.name not in options]
+    parameters = {one.name: one for one in ENVIRONMENT_REGISTRY.signature(key).parameters}
+    for option, value in options.items():
+        if option not in parameters:
+            near = did_you_mean(option, parameters)
+            raise ConfigError(f"{key} has no option {option!r}{near or ';'} It has {', '.join(parameters)}")
+        if isinstance(value, str | bool | int | float):  # from Python other kinds may do as well
+            for problem in check_value(parameters[option].annotation, value, value, (option,))[1]:
+                raise ConfigError(f"{key}: {'.'.join(map(str, problem.path))}: {problem.message}")
+    missing = [one.name for one in parameters.values() if one.required and one.name not in options]
     if not rest and missing:
         raise ConfigError(f"{name!r} does not say which {missing[0]}; write {key}/NAME")
     load_triton()  # a registered environment may open OpenGL by itself
     environment: Environment = constructor(rest, **options) if rest else constructor(**options)
+    if environment.max_steps < 1:
+        raise ConfigError(f"{key}: max_steps must be at least 1, got {environment.max_steps}")
     return environment
 
 
