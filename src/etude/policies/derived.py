@@ -160,6 +160,8 @@ def choose_features(
     known = {**spec.features, **derived}
     if observed is None:
         return known
+    if not observed:
+        raise ConfigError(f"observed is empty: layers have to see something (there are {', '.join(known)})")
     for name in observed:
         if name not in known:
             there = f"(there are {', '.join(known)}){did_you_mean(name, known)}"

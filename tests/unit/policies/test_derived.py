@@ -130,6 +130,8 @@ def test_what_cannot_be_derived_is_refused_before_training(recipe: Any, message:
 
 
 def test_other_mistakes_are_refused_too() -> None:
+    with pytest.raises(ConfigError, match=r"observed is empty: layers have to see something \(there are "):
+        built(MLP(observed=[]))
     with pytest.raises(ConfigError, match=r"observed names 'gpa', which is no feature .*did you mean 'gap'"):
         built(MLP(derived={"gap": GAP}, observed=["gpa"]))
     with pytest.raises(ConfigError, match="has the name of a feature of the data"):
