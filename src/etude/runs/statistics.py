@@ -74,19 +74,21 @@ def interval_difference(ours: float, our_ends: Interval, theirs: float, their_en
 
 def student_difference(ours_RT: Scores, theirs_RT: Scores) -> Interval:
     """Return Welch's 95 % interval of how far the means of runs lie apart, which suits few of them; two at least."""
+    runs_SR = [[math.fsum(row_T) / len(row_T) for row_T in matrix] for matrix in (ours_RT, theirs_RT)]
+    scale = max(abs(one) for runs_R in runs_SR for one in runs_R) or 1.0  # squares of diverged losses are no numbers
     means_S, spreads_S, freedoms_S = [], [], []
-    for matrix in (ours_RT, theirs_RT):
-        means_R = [math.fsum(row_T) / len(row_T) for row_T in matrix]
-        mean, count = math.fsum(means_R) / len(means_R), len(means_R)
+    for runs_R in runs_SR:
+        scaled_R, count = [one / scale for one in runs_R], len(runs_R)
+        mean = math.fsum(scaled_R) / count
         means_S.append(mean)
-        spreads_S.append(math.fsum((one - mean) ** 2 for one in means_R) / (count - 1) / count)
+        spreads_S.append(math.fsum((one - mean) ** 2 for one in scaled_R) / (count - 1) / count)
         freedoms_S.append(count - 1)
     spread, apart = sum(spreads_S), means_S[0] - means_S[1]
     if spread == 0:
-        return apart, apart
+        return scale * apart, scale * apart
     freedom = spread**2 / sum(one**2 / freedom for one, freedom in zip(spreads_S, freedoms_S, strict=True))
     reach = student_quantile(max(min(freedoms_S), math.floor(freedom))) * math.sqrt(spread)
-    return apart - reach, apart + reach
+    return scale * (apart - reach), scale * (apart + reach)
 
 
 def student_quantile(freedom: int, z: float = Z95) -> float:

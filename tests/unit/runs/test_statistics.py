@@ -75,6 +75,8 @@ def test_few_runs_differ_as_welch_says() -> None:
     assert (low + high) / 2 == pytest.approx(-0.8)
     assert (high - low) / 2 == pytest.approx(3.1824 * spread**0.5, rel=0.01)
     assert student_difference([[1.0, 3.0], [2.0, 2.0]], [[1.0, 1.0], [1.0, 1.0]]) == (1.0, 1.0), "runs that agree"
+    far = student_difference([[27.5e200], [21e200], [19e200]], [[27.1e200], [22e200], [20.8e200]])
+    assert far == pytest.approx((low * 1e200, high * 1e200)), "losses that diverged"
 
 
 def test_success_rates_differ_as_newcombe_published() -> None:
