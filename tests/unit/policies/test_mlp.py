@@ -61,20 +61,6 @@ def test_digits_are_learned() -> None:
     assert result.metrics["train/accuracy"] > 0.8
 
 
-def test_hidden_layers_may_be_normalised() -> None:
-    torch.manual_seed(0)
-    policy, batch = built(hidden=[16, 16], layer_norm=True), make_batch(make_spec())
-    inputs: list[torch.Tensor] = []
-    for layer in policy.net:
-        if isinstance(layer, torch.nn.ReLU):
-            layer.register_forward_hook(lambda _, given, __: inputs.append(given[0]))
-    policy(batch)
-    assert len(inputs) == 2
-    for values in inputs:
-        assert torch.allclose(values.mean(1), torch.zeros(len(values)), atol=1e-5)
-        assert torch.allclose(values.var(1, unbiased=False), torch.ones(len(values)), atol=1e-2)
-
-
 def test_classes_cannot_be_averaged() -> None:
     with pytest.raises(ConfigError, match="classes cannot be averaged"):
         MLP(temporal_ensemble_coeff=0.1).build(Digits().spec)

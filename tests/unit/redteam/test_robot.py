@@ -300,10 +300,12 @@ def test_the_command_searches_films_and_demonstrates(tmp_path: Path, monkeypatch
 def test_the_command_says_what_is_wrong_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text("def lazy(seen):\n    return [0, 0]\n")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "plan.txt").touch()
     for more, said in {
         ("--disturb", "wind"): "there is no disturbance 'wind'",
         ("--env", "gym:CartPole-v1", "--to-dataset", "d"): "gym:CartPole-v1 comes without an expert",
-        ("--to-dataset", "."): "holds 'own.py' and is no dataset; record into a folder of its own",
+        ("--to-dataset", "notes"): "notes: holds 'plan.txt' and is no dataset; record into a folder of its own",
         ("--to-dataset", "own.py"): "cannot use own.py/README.md: ",
         ("--option", "width=wide"): "gate: width: expected a number, got 'wide'",
     }.items():

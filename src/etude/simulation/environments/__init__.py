@@ -33,13 +33,13 @@ def make_environment(name: str, **options: Any) -> Environment:
         if isinstance(value, str | bool | int | float):  # from Python other kinds may do as well
             for problem in check_value(parameters[option].annotation, value, value, (option,))[1]:
                 raise ConfigError(f"{key}: {'.'.join(map(str, problem.path))}: {problem.message}")
+    if isinstance(steps := options.get("max_steps"), int) and steps < 1:
+        raise ConfigError(f"{key}: max_steps must be at least 1, got {steps}")
     missing = [one.name for one in parameters.values() if one.required and one.name not in options]
     if not rest and missing:
         raise ConfigError(f"{name!r} does not say which {missing[0]}; write {key}/NAME")
     load_triton()  # a registered environment may open OpenGL by itself
     environment: Environment = constructor(rest, **options) if rest else constructor(**options)
-    if environment.max_steps < 1:
-        raise ConfigError(f"{key}: max_steps must be at least 1, got {environment.max_steps}")
     return environment
 
 
