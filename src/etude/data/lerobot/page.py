@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.data.lerobot.video import VideoDecoder, VideoIndex
-from etude.data.lerobot.view_page import picture_kind
+from etude.data.lerobot.view_page import picture_source
 from etude.data.lerobot.viewed import ViewedDataset
 from etude.errors import DataError, MissingExtraError
 from etude.runs.charts import Series, plan_chart
@@ -54,8 +53,7 @@ def _strip(dataset: ViewedDataset, camera: str, episode: int) -> dict[str, Any]:
     except DataError as error:
         return {"pictures": [], "why": str(error)}
     pictures = [
-        {"frame": frame, "seconds": frame / dataset.fps, "src": f"data:{picture_kind(data)};base64,{_text(data)}"}
-        for frame, data in found.items()
+        {"frame": frame, "seconds": frame / dataset.fps, "src": picture_source(data)} for frame, data in found.items()
     ]
     return {"pictures": pictures, "why": "" if pictures else "there are no pictures of this episode"}
 
@@ -95,10 +93,6 @@ def _jpeg(pixels: NDArray[Any]) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(buffer, "JPEG", quality=85)
     return buffer.getvalue()
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 def _charts(dataset: ViewedDataset, episode: int) -> dict[str, list[dict[str, Any]]]:

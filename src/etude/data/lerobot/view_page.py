@@ -183,12 +183,17 @@ def _embed_pictures(dataset: ViewedDataset, camera: str, episode: int, most_byte
     size = sum(len(found[frame]) for frame in frames)
     if size > most_bytes:
         return _left_out(camera), 0
-    sources = [f"data:{picture_kind(found[f])};base64,{base64.b64encode(found[f]).decode()}" for f in frames]
+    sources = [picture_source(found[frame]) for frame in frames]
     return {"name": camera, "kind": "pictures", "frames": frames, "src": sources}, size
 
 
 def _left_out(camera: str) -> dict[str, Any]:
     return {"name": camera, "kind": "none", "why": "its pictures are left out of this file", "left_out": True}
+
+
+def picture_source(data: bytes) -> str:
+    """Return an encoded picture as the source of an image, inside its page."""
+    return f"data:{picture_kind(data)};base64,{base64.b64encode(data).decode()}"
 
 
 def picture_kind(data: bytes) -> str:
